@@ -2,7 +2,8 @@
 
 A target is «module:function» of tests/. It is called with its task, and what it returns comes back as JSON. A
 process is forked from one that has imported torch, with what Megatron imports of it, and nothing else: which
-comes first, npu_replay or a framework, is up to the target. One that is `fresh` is a new interpreter.
+comes first, npu_replay or a framework, is up to the target. One that is `fresh` is a new interpreter,
+whose variables are set before anything but Python's own is imported.
 """
 
 from __future__ import annotations

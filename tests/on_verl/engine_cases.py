@@ -193,7 +193,7 @@ def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
     assert not [name for name in off if name.startswith("npu_replay/")]
     if stays:
         held = EngineAdapter.of(actor.engine).routes.usable
-        kept = [held[key] for key in keys_in(data.batch["routed_experts"]) if key in held]
+        kept = [held[key] for key in keys_in(data.batch["routed_experts"])] if held else []
         routes = [one.ids for one in kept]
         columns = list(kept[0].layers) if kept else []  # none on a stage of dense layers
     if tiny.most:

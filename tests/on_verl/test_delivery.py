@@ -318,7 +318,8 @@ def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(
     version: int | None, told: int, step: int
 ) -> None:
     made = worker()
-    putter: Any = r3_store.Putter.of(made, MODEL)
+    putter = r3_store.Putter.of(made, MODEL)
+    assert putter is not None
     output = SimpleNamespace(
         prompt_ids=[1],
         response_ids=[2, 3],
@@ -335,7 +336,8 @@ def test_references_live_as_long_as_may_be_trained_on_them(queued: bool) -> None
     made = worker()
     if queued:
         made.__class__ = type("AgentLoopWorkerTQ", (type(made),), {})  # in whatever module a release has it
-    putter: Any = r3_store.Putter.of(made, MODEL)
+    putter = r3_store.Putter.of(made, MODEL)
+    assert putter is not None
     tokens = np.arange(8)
     alive = WeakSet[Any]()
     for step in range(6):

@@ -210,7 +210,8 @@ def checked(
     engine = "megatron" if "megatron" in name else "fsdp_config"
     for section in ("actor", "rollout", f"ref.{engine}"):  # refused: a key that its class lacks
         omega_conf_to_dataclass(OmegaConf.select(config.actor_rollout_ref, section))
-    engines_here(monkeypatch, VLLM, "vllm", *["vllm-ascend"] * (config.trainer.device == "npu"))
+    engines = ["vllm", "vllm-ascend"] if config.trainer.device == "npu" else ["vllm"]
+    engines_here(monkeypatch, VLLM, *engines)
     environment = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     assert all(isinstance(value, str) for value in environment.values()), "Ray takes no others"
     for variable, value in environment.items():

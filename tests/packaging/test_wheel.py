@@ -159,11 +159,16 @@ def sdist(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sdist_install(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     environment = Environment.make(tmp_path_factory.mktemp("sdist_install"), "--without-pip")
     environment.lend(*LENT, "setuptools", "pip")
-    run(
-        *(environment.python, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation"),
-        *("--ignore-installed", sdist),
-        cwd=environment.elsewhere,
-    )
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--ignore-installed",
+    ]
+    run(environment.python, *install, sdist, cwd=environment.elsewhere)
     return environment
 
 

@@ -35,14 +35,15 @@ class Engine:
 
 
 def test_nothing_is_left_when_a_pass_raises() -> None:
-    """Nor of what was set inside it, in the pass around it."""
+    """Nor of what was set inside it, in the pass around it; a pass may have no engine."""
     engine = Engine()
-    with EnginePass().entered():
-        with pytest.raises(MemoryError), EnginePass(EngineAdapter(engine)).entered():
-            current().set(RECORD)
-            engine.module[0](tokens(0))
-            raise MemoryError
-        assert not current().action
+    for adapter in (EngineAdapter(engine), None):
+        with EnginePass().entered():
+            with pytest.raises(MemoryError), EnginePass(adapter).entered():
+                current().set(RECORD)
+                engine.module[0](tokens(0))
+                raise MemoryError
+            assert not current().action
     assert hooks(engine.module[0]) == 0
 
 

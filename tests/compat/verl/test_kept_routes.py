@@ -61,6 +61,8 @@ def test_a_samples_key_is_the_same_on_all_chunks_and_no_other_passes_or_replicas
     first = [store.keep(0, 2, [routes(1)] * 2), store.keep(0, 2, [routes(1)] * 2)]
     assert [store.keep(1, 2, [routes(3)] * 2), store.keep(1, 2, [routes(3)] * 2)] == first
     assert held.of(first[0][0]).layers == (1, 3)
+    for layer in (1, 3):
+        assert held.of(first[0][0]).only((layer,)) == routes(layer)
     dense = store.keep(2, 2, [])
     assert dense == first[0]
     store.begin(5, 1)
