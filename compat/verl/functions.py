@@ -28,7 +28,6 @@ from npu_replay.compat.verl.engine_adapter import Problem
 from npu_replay.compat.verl.engine_pass import BACKWARD, RECORD, REPLAY, current, serves
 from npu_replay.errors import MicroBatchError, ReplayError, RouterError
 from npu_replay.parallel.collect import collect
-from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.parallel.token_layout import TokenLayout
 from npu_replay.routes.fingerprint import find_other_length
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -189,7 +188,7 @@ def _of_all_stages(local: torch.Tensor, config: Any) -> torch.Tensor:
     samples: list[Any] = []
     with Problem("gather its layers") as problem:  # the other stages wait to hear of it
         samples = [sample.numpy() for sample in local.detach().cpu().unbind()]
-        parallel = ParallelLayout.from_megatron(config)
+        parallel = tensors.parallel_of(config)
         moe = {*parallel.moe_layers}
         labels = [layer for chunk in parallel.chunk_layers for layer in chunk if layer in moe]
         columns = samples[0].shape[1] if samples else len(labels)

@@ -104,8 +104,7 @@ class BatchForm:
                 packed = [pad_sequence(each, batch_first=True) for each in (sequences, ones)]
             return pack(*packed, pre_process=True, **arguments)[0]  # type: ignore[no-any-return]
 
-        parallel = parallel_state.read(self.config, decoder_of(self.config))
-        return TokenLayout.from_probe(packed, self.lengths, parallel=parallel)
+        return TokenLayout.from_probe(packed, self.lengths, parallel=parallel_of(self.config))
 
     def check_padded(self, *, to_mini_batch: bool) -> None:
         """Raise a MicroBatchError unless the rows of this micro-batch are the same padded as packed.
@@ -260,6 +259,11 @@ def decoder_of(config: Any) -> DecoderLayers:
     if not hasattr(config, _DECODER):  # a search for the pattern takes up to 0.1 s, and each micro-batch asks
         setattr(config, _DECODER, parallel_state.decoder_layers(config, hybrid.pattern_of(config)))
     return getattr(config, _DECODER)  # type: ignore[no-any-return]
+
+
+def parallel_of(config: Any) -> ParallelLayout:
+    """Return this rank's place in Megatron's parallel state, with the layers of a TransformerConfig."""
+    return parallel_state.read(config, decoder_of(config))
 
 
 def routed_of(config: Any) -> RoutedModel:
