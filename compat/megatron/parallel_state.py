@@ -30,7 +30,8 @@ _AXES = {
 def read(model: Any, decoder: DecoderLayers | None = None) -> ParallelLayout:
     """Return this rank's place in Megatron's parallel state, with the layers of a model or config.
 
-    `decoder`: the decoder layers of the whole model, if they are known: of a config alone, they are searched.
+    `decoder` holds the decoder layers of the whole model, if the caller knows them. Else they are looked for,
+    which is slow for a config alone.
     """
     state: Any = sys.modules.get(_STATE)
     if state is None:
