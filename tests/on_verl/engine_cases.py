@@ -631,7 +631,9 @@ WHERE_ONE_RANK_FAILS = (
         *(Split(pp=2), ""),
         {
             "npu_replay.compat.verl.engine_pass.StepRecording": "this rank can't record|rank 1 stopped",
-            "npu_replay.compat.verl.functions.ParallelLayout": "rank 1: .*this rank can't gather its layers",
+            "npu_replay.parallel.parallel_layout.ParallelLayout.chunk_layers": (
+                "rank 1: .*this rank can't gather its layers"
+            ),
         },
     ),
     (
