@@ -432,12 +432,16 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", IDENTIFY)
 def test_what_identifies_a_sample_is_held_against_its_routes(what: str) -> None:
+    """Also where a call lacks it."""
     model = Embedded()
     calls = [IDENTIFY[what](seed) | {"input_ids": IDS} for seed in (1, 2)]
     routes = recorded(model, calls)
     assert replayed(model, routes, calls) == 2
-    with pytest.raises(MicroBatchError, match=f"other {next(iter(calls[1]))[:4]}.*micro-batch 1"):
+    name = next(iter(calls[1]))[:4]
+    with pytest.raises(MicroBatchError, match=f"other {name}.*micro-batch 1"):
         replayed(model, routes, reversed(calls))
+    with pytest.raises(MicroBatchError, match=f"micro-batch [01]: .*other {name}"):
+        replayed(model, routes, [{"input_ids": IDS}] * 2)
 
 
 @pytest.mark.parametrize("what", DONT)

@@ -400,24 +400,6 @@ def test_generation_leaves_no_trace(followed: Any, cache: bool) -> None:
     assert torch.equal(answer, free)
 
 
-def test_an_evaluation_leaves_no_trace(followed: Any) -> None:
-    fed = padded(texts())
-    seen = Seen(followed)
-    with npu_replay.follow(followed) as following:
-        wanted = record(followed, fed, seen)
-        before = trace(following)
-        move(followed)
-        followed.eval()
-        record(followed, fed)
-        record(followed, padded(texts(seed=1)))
-        assert trace(following) == before
-        assert following.left_alone == {"in eval mode": 2}
-        followed.train()
-        seen.calls.clear()
-        learn(followed, fed)
-    assert_replayed(seen, fed, wanted)
-
-
 def test_a_rollouts_routes_in_eval_mode_are_never_left_alone_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

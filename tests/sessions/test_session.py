@@ -568,17 +568,6 @@ def test_an_evaluation_inside_a_replay_is_named_first_where_something_shows_it(
             model(tokens(1, ROWS - 3))
 
 
-def test_repr_says_what_a_block_holds() -> None:
-    model = ToyModel()
-    routes = recorded(model, 0, 1)
-    with npu_replay.replay(model, routes) as replay, npu_replay.observe(model) as observation:
-        run(model, 0)
-        rows = f"{2 * ROWS} rows, 0 without a route"
-        assert repr(replay) == f"Replay(open on 2 routers, 1 of 2 micro-batches, {rows})"
-        run(model, 1)
-    assert repr(observation) == f"Observation(ended, 2 micro-batches, {2 * ROWS} rows)"
-
-
 @pytest.mark.parametrize("kind", ["record", "replay", "observe"])
 @pytest.mark.parametrize("how", [None, "reentrant"])
 def test_an_ended_block_keeps_its_results_alone(how: str | None, kind: str) -> None:
