@@ -1,6 +1,7 @@
-"""ParallelLayout and DecoderLayers: bad numbers, shares of rows, the built model, a HybridModel's pattern.
+"""ParallelLayout and DecoderLayers: bad numbers, shares of rows, a HybridModel's pattern.
 
-Which layers a stage has is held against Megatron's own answer: tests/compat/megatron/test_parallel_state.py.
+Which layers a stage has is held against Megatron's own answer, and against the built model:
+tests/compat/megatron/test_parallel_state.py.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from choice import examples
-from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout, routers
+from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout
 from npu_replay.errors import ReplayError, RouterError
-from npu_replay.module_tree import ModuleTree
 from npu_replay.routers import Router, labels_of
-from zoo.toys import ToyModel, ToyRouter, ToyRouters
 
 # Bad numbers
 
@@ -98,42 +96,6 @@ def test_alignment_gives_every_rank_an_equal_share(
 ) -> None:
     """T27: what a sequence is padded to follows tp and cp; dp has no part in it."""
     assert ParallelLayout(**sizes, dp=7, ep=3).alignment(context) == multiple
-
-
-# The built model is the truth
-
-
-@pytest.mark.usefixtures("toy_routers")
-@pytest.mark.parametrize("labels", [(2, 3), (0,), (0, 1, 2)])
-def test_check_refuses_routers_in_other_layers(labels: tuple[int, ...]) -> None:
-    """T3: labels shifted by a wrong offset are an error, not a shifted replay."""
-    layout = ParallelLayout(pp=2, pp_rank=0, decoder=DecoderLayers(4))
-    model = ToyModel(*(ToyRouter(layer=label) for label in labels))
-    said = rf"pipeline rank 0 of 2.*Expected \[0, 1\], got {re.escape(str(list(labels)))}"
-    with pytest.raises(RouterError, match=said):
-        layout.check(model)
-
-
-class DenseStages(ToyRouters):
-    """A kind that says of all chunks that it is right for them to have no router."""
-
-    def accepts_none(self, chunks: Sequence[ModuleTree]) -> bool:
-        return all(isinstance(chunk.model, ToyModel) for chunk in chunks)
-
-
-@pytest.mark.usefixtures("toy_routers")
-def test_check_holds_a_stage_of_dense_layers_against_the_config_too() -> None:
-    """T43: a stage without routers is no error where the config says so, and one where it doesn't."""
-    dense = ToyModel(ToyRouter(layer=0))
-    dense.layers[0].router = None
-    model = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
-    first, second = (ParallelLayout(pp=2, pp_rank=rank, decoder=model) for rank in range(2))
-    with pytest.raises(RouterError, match="no router in this model"):
-        second.check(dense)
-    routers.register("toy", DenseStages())
-    first.check(dense)
-    with pytest.raises(RouterError, match=r"Expected \[2, 3\], got \[\]"):
-        second.check(dense)
 
 
 def test_numbers_may_be_numpys() -> None:

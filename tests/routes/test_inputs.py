@@ -468,16 +468,6 @@ def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
         run(2, 1)
 
 
-def test_an_input_is_found_with_a_name_and_without() -> None:
-    model = WithPixels()
-    pixels = noise(3, 8, 8)
-    routes = recorded(model, [{"pixels": pixels, "input_ids": IDS}])
-    with npu_replay.replay(model, routes):
-        model(pixels, IDS)
-    with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(model, routes):
-        model(pixels + 1, IDS)
-
-
 # The digest
 
 
