@@ -9,7 +9,6 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -574,28 +573,14 @@ class Wrapper(torch.nn.Module):
         return getattr(self, self.name)(*args, **kwargs)
 
 
-class OfBatch(Wrapper):
-    """Hands on what is in one dict."""
-
-    def forward(self, batch: dict[str, Any]) -> Any:
-        return super().forward(**batch)
-
-
-def without_names(wrapper: Wrapper, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-    return wrapper(input_ids, attention_mask)
-
-
-def in_one_batch(wrapper: Wrapper, **named: torch.Tensor) -> Any:
-    return wrapper(named)
-
-
-@pytest.mark.parametrize(("kind", "called"), [(Wrapper, without_names), (OfBatch, in_one_batch)])
-def test_arguments_of_a_wrapper_are_those_of_the_model_in_it(
-    followed: Any, kind: type[Wrapper], called: Callable[..., Any]
-) -> None:
+def test_arguments_of_a_wrapper_are_those_of_the_model_in_it(followed: Any) -> None:
+    """A batch in one argument: tests/routes/test_inputs.py."""
     fed = padded(texts(), left=2)
-    wrapper = kind(followed, "module")
-    call = partial(called, wrapper)
+    wrapper = Wrapper(followed, "module")
+
+    def call(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return wrapper(input_ids, attention_mask)
+
     seen = Seen(followed)
     with npu_replay.follow(wrapper):
         wanted = record(call, fed, seen)
