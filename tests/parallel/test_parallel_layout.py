@@ -1,13 +1,15 @@
-"""ParallelLayout and DecoderLayers: which layers and which share of the rows a rank has."""
+"""ParallelLayout and DecoderLayers: bad numbers, shares of rows, a HybridModel's pattern.
+
+Which layers a stage has is held against Megatron's own answer, and against the built model:
+tests/compat/megatron/test_parallel_state.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,117 +17,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from choice import examples
-from npu_replay import DecoderLayers, ParallelLayout, routers
+from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout
 from npu_replay.errors import ReplayError, RouterError
-from npu_replay.module_tree import ModuleTree
-from zoo.toys import ToyModel, ToyRouter, ToyRouters
-
-# Which decoder layers, against layers that are dealt out one by one
-
-
-def stages(
-    count: int,
-    pp: int,
-    vp: int = 1,
-    *,
-    first_stage: int | None = None,
-    last_stage: int | None = None,
-    embedding_counts: bool = False,
-    loss_counts: bool = False,
-    table: Sequence[Sequence[int]] | None = None,
-) -> dict[tuple[int, int], list[int]] | None:
-    """(stage, virtual stage) -> its decoder layers, dealt out one by one; None if they don't come out even.
-
-    The chunks of virtual stage 0 come first, on every stage, then those of virtual stage 1.
-    """
-    things: list[str | int] = [
-        *(["embedding"] if embedding_counts else []),
-        *range(count),
-        *(["loss"] if loss_counts else []),
-    ]
-    room = _room(len(things), pp, vp, first_stage, last_stage) if table is None else table
-    if room is None or sum(sum(row) for row in room) != len(things):
-        return None
-    dealt: dict[tuple[int, int], list[int]] = {}
-    for vp_rank in range(vp):
-        for pp_rank in range(pp):
-            here = [things.pop(0) for _ in range(room[pp_rank][vp_rank])]
-            dealt[pp_rank, vp_rank] = [thing for thing in here if isinstance(thing, int)]
-    assert not things
-    return dealt
-
-
-def _room(things: int, pp: int, vp: int, first: int | None, last: int | None) -> list[list[int]] | None:
-    """How many things each chunk takes."""
-    fixed = {rank: size for rank, size in ((0, first), (pp - 1, last)) if size is not None}
-    left = things - sum(fixed.values())
-    others = pp - len(fixed)
-    if left < 0 or (others and left % others):
-        return None
-    stage_room = [fixed.get(rank, left // max(others, 1)) for rank in range(pp)]
-    return None if any(room % vp for room in stage_room) else [[room // vp] * vp for room in stage_room]
-
-
-def has_router(layer: int, moe_layer_freq: int | Sequence[int]) -> bool:
-    """An integer n: every n-th layer, from the first; a list: one entry a layer."""
-    if isinstance(moe_layer_freq, int):
-        return layer % moe_layer_freq == 0
-    return bool(moe_layer_freq[layer])
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes that come out even: stage sizes are drawn, and the number of layers follows."""
-    pp = draw(st.integers(1, 4))
-    vp = draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["even", "uneven", "counted", "table"]))
-    share = draw(st.integers(0, 3)) * vp
-    split: dict[str, Any] = {"pp": pp, "vp": vp}
-    if kind == "table":
-        table = [[draw(st.integers(0, 3)) for _ in range(vp)] for _ in range(pp)]
-        return split | {"count": sum(map(sum, table)), "table": table}
-    if kind == "uneven" and pp > 1:
-        ends = draw(st.sampled_from([("first_stage",), ("last_stage",), ("first_stage", "last_stage")]))
-        sizes = {end: draw(st.integers(0, 3)) * vp for end in ends}
-        return split | sizes | {"count": share * (pp - len(ends)) + sum(sizes.values())}
-    if kind == "counted" and pp > 1:
-        counts = {"embedding_counts": draw(st.booleans()), "loss_counts": draw(st.booleans())}
-        return split | counts | {"count": max(share, vp) * pp - sum(counts.values())}
-    return split | {"count": share * pp}
-
-
-@examples(500)
-@given(pipeline=pipelines(), data=st.data(), more=st.sampled_from([0, 0, 1, -1, -7]))
-def test_layers_are_where_dealing_them_out_one_by_one_puts_them(
-    pipeline: dict[str, Any], data: st.DataObject, more: int
-) -> None:
-    """T2, T3: labels are global decoder layers, dense ones counted, on every virtual stage. What doesn't come
-    out even is refused."""
-    if "table" not in pipeline:
-        pipeline["count"] = max(0, pipeline["count"] + more)
-    count = pipeline["count"]
-    freq = data.draw(st.integers(1, 5) | st.lists(st.integers(0, 1), min_size=count, max_size=count))
-    about = {name: value for name, value in pipeline.items() if name not in ("count", "pp", "vp")}
-    model = DecoderLayers(count, moe_layer_freq=freq, **about)
-    pp = pipeline["pp"]
-    vp = pipeline["vp"]
-    dealt = stages(**pipeline)
-    places = [*itertools.product(range(pp), range(vp))]
-    if dealt is None:
-        for place in places:
-            with pytest.raises(ReplayError, match=r"Expected.*got.*Usual cause"):
-                model.stage(pp, vp, *place)
-        return
-    assert {place: list(model.stage(pp, vp, *place)) for place in places} == dealt
-    for pp_rank in range(pp):
-        here = ParallelLayout(pp=pp, pp_rank=pp_rank, vp=vp, decoder=model)
-        assert here.chunk_layers == tuple(tuple(dealt[pp_rank, vp_rank]) for vp_rank in range(vp))
-        layers = sorted(layer for chunk in here.chunk_layers for layer in chunk)
-        assert here.layers == tuple(layers)
-        assert here.moe_layers == tuple(layer for layer in layers if has_router(layer, freq))
-
+from npu_replay.routers import Router, labels_of
 
 # Bad numbers
 
@@ -201,52 +98,146 @@ def test_alignment_gives_every_rank_an_equal_share(
     assert ParallelLayout(**sizes, dp=7, ep=3).alignment(context) == multiple
 
 
-# The built model is the truth
-
-
-@pytest.mark.usefixtures("toy_routers")
-@pytest.mark.parametrize("labels", [(2, 3), (0,), (0, 1, 2)])
-def test_check_refuses_routers_in_other_layers(labels: tuple[int, ...]) -> None:
-    """T3: labels shifted by a wrong offset are an error, not a shifted replay."""
-    layout = ParallelLayout(pp=2, pp_rank=0, decoder=DecoderLayers(4))
-    model = ToyModel(*(ToyRouter(layer=label) for label in labels))
-    said = rf"pipeline rank 0 of 2.*Expected \[0, 1\], got {re.escape(str(list(labels)))}"
-    with pytest.raises(RouterError, match=said):
-        layout.check(model)
-
-
-class DenseStages(ToyRouters):
-    """A kind that says of all chunks that it is right for them to have no router."""
-
-    def accepts_none(self, chunks: Sequence[ModuleTree]) -> bool:
-        return all(isinstance(chunk.model, ToyModel) for chunk in chunks)
-
-
-@pytest.mark.usefixtures("toy_routers")
-def test_check_holds_a_stage_of_dense_layers_against_the_config_too() -> None:
-    """T43: a stage without routers is no error where the config says so, and one where it doesn't."""
-    dense = ToyModel(ToyRouter(layer=0))
-    dense.layers[0].router = None
-    model = DecoderLayers(4, moe_layer_freq=[0, 0, 1, 1])
-    first, second = (ParallelLayout(pp=2, pp_rank=rank, decoder=model) for rank in range(2))
-    with pytest.raises(RouterError, match="no router in this model"):
-        second.check(dense)
-    routers.register("toy", DenseStages())
-    first.check(dense)
-    with pytest.raises(RouterError, match=r"Expected \[2, 3\], got \[\]"):
-        second.check(dense)
-
-
-def test_numbers_may_be_numpys_and_repr_says_what_differs_from_a_process_alone() -> None:
+def test_numbers_may_be_numpys() -> None:
     layers = DecoderLayers(np.int64(4), np.int64(2))
     layout = ParallelLayout(tp=np.int64(2), tp_rank=torch.tensor(1), decoder=layers)
     assert (layout.tp, layout.tp_rank, layout.moe_layers) == (2, 1, (0, 2))
-    layout = ParallelLayout(tp=2, pp=4, pp_rank=3, sequence_parallel=True, groups=("a group",))
-    assert repr(layout) == "ParallelLayout(tp=2, tp_rank=0, pp=4, pp_rank=3, sequence_parallel=True)"
-    assert eval(repr(layout)) == replace(layout, groups=())
 
 
 def test_process_groups_stay_in_their_process_where_a_copy_keeps_them() -> None:
     here = ParallelLayout(tp=2, tp_rank=1, groups=(object(),))
     assert pickle.loads(pickle.dumps(here)) == ParallelLayout(tp=2, tp_rank=1)
     assert copy.copy(here).groups == copy.deepcopy(here).groups == here.groups
+
+
+# The pattern of Megatron's HybridModel: its k-th E has the routes of the k-th MoE layer of a config
+
+TOKENS = 3
+EXPERTS = 64
+
+
+def rows(labels: tuple[int, ...]) -> RoutedExperts:
+    """Rows in which column k says k."""
+    ids = torch.arange(len(labels)).view(1, -1, 1).expand(TOKENS, -1, 1)
+    return RoutedExperts(ids=ids, layers=labels, num_experts=EXPERTS)
+
+
+def says(routes: RoutedExperts) -> list[int]:
+    return routes.ids[0, :, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count", "moe"),
+    [
+        ("*E*E*E*E", 4, (0, 1, 2, 3)),
+        ("*-*E|*E*|E/*E/*E", 4, (1, 2, 3)),
+        ("GEGEGE*E", 4, (0, 1, 2, 3)),  # as Qwen3-Next
+        ("+-DE", 2, (1,)),
+        ("MEMEM*EMEM*E", 12, (1, 3, 6, 8, 11)),  # as Nemotron-3
+        ("M-M*-", 5, ()),
+    ],
+)
+def test_decoder_layers_are_counted_as_the_models_config_counts_them(
+    pattern: str, count: int, moe: tuple[int, ...]
+) -> None:
+    decoder = DecoderLayers.of_pattern(pattern)
+    assert (decoder.count, decoder.moe) == (count, moe)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pp", "vp", "ends", "stages"),
+    [
+        ("*E*E|*E*E", 2, 1, {}, [[(0, 1)], [(2, 3)]]),
+        ("*E|*E|*E|*E", 2, 2, {}, [[(0,), (2,)], [(1,), (3,)]]),
+        ("*E*|E", 2, 1, {}, [[(0,)], [(1,)]]),  # a block is where its experts are
+        ("MEM|*E-ME|", 3, 1, {}, [[(0, 1, 2)], [(3, 4, 5, 6, 7)], [()]]),
+        ("*E*E*E*E", 3, 1, {"first_stage": 2, "last_stage": 4}, [[(0,)], [(1,)], [(2, 3)]]),
+    ],
+)
+def test_stages_have_the_layers_that_the_pattern_gives_them(
+    pattern: str, pp: int, vp: int, ends: dict[str, int], stages: list[list[tuple[int, ...]]]
+) -> None:
+    decoder = DecoderLayers.of_pattern(pattern, **ends)
+    places = [[decoder.stage(pp, vp, rank, stage) for stage in range(vp)] for rank in range(pp)]
+    assert places == stages
+    if "|" in pattern:
+        with pytest.raises(ReplayError, match=rf"has other pipeline stages. Expected {pp + 1} x {vp}"):
+            decoder.stage(pp + 1, vp, 0, 0)
+
+
+def test_a_stage_takes_its_own_part_of_rows_with_other_labels_of_the_whole_model() -> None:
+    """Label 3 is in both counts: by the pattern it is the fourth E, by the rows' config the second."""
+    decoder = DecoderLayers.of_pattern("*E|*E|*E|*E")
+    here = ParallelLayout(pp=4, pp_rank=3, decoder=decoder)
+    theirs = rows((1, 3, 5, 7))
+    assert says(TokenLayout.packed([TOKENS]).gather([theirs], layers=here.moe_layers)) == [3]
+    assert theirs.only(here.moe_layers).layers == (3,)
+    assert says(theirs.only(pickle.loads(pickle.dumps(here.moe_layers)))) == [3]
+    assert says(RoutedExperts.concat([theirs, rows((0, 1, 2, 3))], here.moe_layers)) == [3]
+    for routes in (rows((1, 3)), rows((0, 1, 2, 3, 4))):  # 3 is in both
+        with pytest.raises(RouterError, match="other MoE layers than the pattern"):
+            TokenLayout.packed([TOKENS]).gather([routes], layers=here.moe_layers)
+
+
+# Any pattern, stages and config
+
+
+@st.composite
+def triples(draw: st.DrawFn) -> tuple[list[str], int, int, tuple[int, ...]]:
+    """Symbols of each stage in the order of the pipeline, ranks, virtual stages, MoE layers of a config."""
+    pp = draw(st.integers(1, 4))
+    vp = draw(st.integers(1, 2))
+    blocks = st.lists(st.sampled_from(["*E", "*-", "ME", "GE", "+E", "M-"]), min_size=1, max_size=8).map(
+        "".join
+    )
+    symbols = draw(blocks | st.text("M*GD+-EE", min_size=1, max_size=12))
+    cuts = [
+        0,
+        *sorted(draw(st.lists(st.integers(0, len(symbols)), min_size=pp * vp - 1, max_size=pp * vp - 1))),
+    ]
+    stages = [symbols[a:b] for a, b in itertools.pairwise([*cuts, len(symbols)])]
+    places = [place for place, symbol in enumerate(symbols) if symbol == "E"]
+    moe = draw(
+        st.sampled_from([places, [place // 2 for place in places], list(range(len(places)))])
+        | st.sets(st.integers(0, 15), max_size=9)
+    )
+    return stages, pp, vp, tuple(sorted({*moe}))
+
+
+def picked(moe: tuple[int, ...], named: tuple[int, ...]) -> list[int] | None:
+    """What rows of a model with these MoE layers say of these layers; None if they are refused."""
+    try:
+        return says(rows(moe).only(named))
+    except ReplayError:
+        return None
+
+
+@examples(400)
+@given(triples())
+def test_the_kth_expert_layer_has_the_kth_routes_or_it_is_an_error(
+    triple: tuple[list[str], int, int, tuple[int, ...]],
+) -> None:
+    stages, pp, vp, moe = triple
+    decoder = DecoderLayers.of_pattern("|".join(stages))
+    firsts = [0, *itertools.accumulate(stage.count("E") for stage in stages)]
+    assert len(decoder.moe) == firsts[-1]
+    refused = 0
+    for rank in range(pp):
+        mine = sorted(k for at in range(rank, pp * vp, pp) for k in range(firsts[at], firsts[at + 1]))
+        layout = ParallelLayout(pp=pp, pp_rank=rank, vp=vp, decoder=decoder)
+        assert layout.moe_layers == tuple(decoder.moe[k] for k in mine)
+        found = [
+            Router(
+                module=nn.Identity(), num_experts=EXPERTS, topk=1, shows=None, layer=layer, whole=decoder.moe
+            )
+            for layer in layout.moe_layers
+        ]
+        counts_agree = len(moe) == firsts[-1]
+        for named in (layout.moe_layers, labels_of(found)):
+            shown = picked(moe, named) if mine else []
+            if shown is None:
+                refused += 1
+                assert not counts_agree
+            else:  # a config with this stage's labels and no others can't be told from this stage's part
+                assert shown == mine or moe == named
+    assert bool(refused) == (len(moe) != firsts[-1] > 0), "one stage at least refuses another count"

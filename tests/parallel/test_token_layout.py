@@ -457,12 +457,8 @@ def test_a_probe_with_the_real_tokens_finds_ids_that_are_treated_apart() -> None
     assert TokenLayout.from_probe(torch.cat, [5, 2], tokens=tokens).rows.tolist() == list(range(7))
 
 
-def test_a_layout_keeps_its_own_rows_takes_any_whole_numbers_and_says_what_it_holds() -> None:
+def test_a_layout_keeps_its_own_rows_and_takes_any_whole_numbers() -> None:
     rows = torch.tensor([0, 1, 2])
     layouts = [TokenLayout(rows, lengths) for lengths in (np.array([2, 1]), torch.tensor([2, 1]))]
     rows[0] = 2
     assert [(one.lengths, one.rows.tolist()) for one in layouts] == [((2, 1), [0, 1, 2])] * 2
-    rank = ParallelLayout(tp=2, tp_rank=1, sequence_parallel=True)
-    layout = TokenLayout.padded([3, 4], parallel=rank, fingerprints=[1, 2])
-    said = f"TokenLayout(4 rows, 3 of the 7 tokens of 2 sequences, with fingerprints, {rank!r})"
-    assert repr(layout) == said

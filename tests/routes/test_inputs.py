@@ -432,12 +432,16 @@ DONT: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", IDENTIFY)
 def test_what_identifies_a_sample_is_held_against_its_routes(what: str) -> None:
+    """Also where a call lacks it."""
     model = Embedded()
     calls = [IDENTIFY[what](seed) | {"input_ids": IDS} for seed in (1, 2)]
     routes = recorded(model, calls)
     assert replayed(model, routes, calls) == 2
-    with pytest.raises(MicroBatchError, match=f"other {next(iter(calls[1]))[:4]}.*micro-batch 1"):
+    name = next(iter(calls[1]))[:4]
+    with pytest.raises(MicroBatchError, match=f"other {name}.*micro-batch 1"):
         replayed(model, routes, reversed(calls))
+    with pytest.raises(MicroBatchError, match=f"micro-batch [01]: .*other {name}"):
+        replayed(model, routes, [{"input_ids": IDS}] * 2)
 
 
 @pytest.mark.parametrize("what", DONT)
@@ -462,16 +466,6 @@ def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
     assert session.metrics()["tokens_compared"] == 2
     with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(chunks, recording.routes):
         run(2, 1)
-
-
-def test_an_input_is_found_with_a_name_and_without() -> None:
-    model = WithPixels()
-    pixels = noise(3, 8, 8)
-    routes = recorded(model, [{"pixels": pixels, "input_ids": IDS}])
-    with npu_replay.replay(model, routes):
-        model(pixels, IDS)
-    with pytest.raises(MicroBatchError, match="other pixels"), npu_replay.replay(model, routes):
-        model(pixels + 1, IDS)
 
 
 # The digest

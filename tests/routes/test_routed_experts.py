@@ -74,14 +74,6 @@ def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, la
     assert built.recorded.tolist() == [True] * 5 + [last]
 
 
-def test_sizes_and_labels_can_be_asked() -> None:
-    built = routes(layers=[1, 4], fingerprint=2**64 - 1, weight_version="step 3")
-    assert (len(built), built.layers, built.topk, built.num_experts) == (6, (1, 4), 2, EXPERTS)
-    assert (built.fingerprint, built.weight_version) == (2**64 - 1, "step 3")
-    assert torch.equal(built.layer_ids(4).long(), ids()[:, 1])
-    assert repr(built) == "RoutedExperts(6 tokens, 2 layers, top-2 of 8, 0 rows without a route)"
-
-
 # Rows without a route
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints in checkpoints, in hooks, in functions: whatever encloses a forward, a recompute is its own."""
+"""Checkpoints in checkpoints, in hooks, in functions: whatever encloses a forward, a recompute is its own.
+
+On several devices, whose threads share no frames: tests/device/test_spread.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -202,17 +204,12 @@ class Rerun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        return None, rerun(ctx, grad, torch.autograd.backward)
-
-
-def rerun(ctx: Any, grad: torch.Tensor, backward: Callable[..., None]) -> torch.Tensor | None:
-    """Run what was saved again and go backward over it; the gradient of its input."""
-    (x,) = ctx.saved_tensors
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        output = ctx.run(x)
-    backward(output, grad)
-    return x.grad  # type: ignore[no-any-return]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.run(x)
+        output.backward(grad)
+        return None, x.grad
 
 
 class Wrapped(Rerun):
@@ -221,29 +218,6 @@ class Wrapped(Rerun):
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
         return Rerun.forward(*args)
-
-
-class InAThread(Rerun):
-    """The recompute is on this thread, and the backward over it on another: none of its frames is there."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        with ThreadPoolExecutor(max_workers=1) as other:
-            return None, rerun(
-                ctx, grad, lambda *given: other.submit(torch.autograd.backward, *given).result()
-            )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers", HOW)
-def test_a_checkpoint_that_a_recompute_makes_is_told_on_another_thread(layers: str, kind: str) -> None:
-    def loss(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
-        model.recompute = layers
-        return plainly(lambda x: InAThread.apply(model, x), x, seed)
-
-    expected = gradients(kind, ToyModel(Drifting(), Drifting()), plainly, "sum")
-    found = gradients(kind, ToyModel(Drifting(), Drifting()), loss, "sum")
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -400,24 +399,6 @@ def test_generation_leaves_no_trace(followed: Any, cache: bool) -> None:
     assert torch.equal(answer, free)
 
 
-def test_an_evaluation_leaves_no_trace(followed: Any) -> None:
-    fed = padded(texts())
-    seen = Seen(followed)
-    with npu_replay.follow(followed) as following:
-        wanted = record(followed, fed, seen)
-        before = trace(following)
-        move(followed)
-        followed.eval()
-        record(followed, fed)
-        record(followed, padded(texts(seed=1)))
-        assert trace(following) == before
-        assert following.left_alone == {"in eval mode": 2}
-        followed.train()
-        seen.calls.clear()
-        learn(followed, fed)
-    assert_replayed(seen, fed, wanted)
-
-
 def test_a_rollouts_routes_in_eval_mode_are_never_left_alone_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -592,28 +573,14 @@ class Wrapper(torch.nn.Module):
         return getattr(self, self.name)(*args, **kwargs)
 
 
-class OfBatch(Wrapper):
-    """Hands on what is in one dict."""
-
-    def forward(self, batch: dict[str, Any]) -> Any:
-        return super().forward(**batch)
-
-
-def without_names(wrapper: Wrapper, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-    return wrapper(input_ids, attention_mask)
-
-
-def in_one_batch(wrapper: Wrapper, **named: torch.Tensor) -> Any:
-    return wrapper(named)
-
-
-@pytest.mark.parametrize(("kind", "called"), [(Wrapper, without_names), (OfBatch, in_one_batch)])
-def test_arguments_of_a_wrapper_are_those_of_the_model_in_it(
-    followed: Any, kind: type[Wrapper], called: Callable[..., Any]
-) -> None:
+def test_arguments_of_a_wrapper_are_those_of_the_model_in_it(followed: Any) -> None:
+    """A batch in one argument: tests/routes/test_inputs.py."""
     fed = padded(texts(), left=2)
-    wrapper = kind(followed, "module")
-    call = partial(called, wrapper)
+    wrapper = Wrapper(followed, "module")
+
+    def call(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return wrapper(input_ids, attention_mask)
+
     seen = Seen(followed)
     with npu_replay.follow(wrapper):
         wanted = record(call, fed, seen)

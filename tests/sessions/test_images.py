@@ -35,39 +35,6 @@ def replayed(model: Any, routes: list[RoutedExperts], *calls: Call) -> dict[str,
     return session.metrics()
 
 
-PAIRS: dict[str, tuple[Call, Call]] = {
-    "image": (call(sample(1)), call(sample(2))),
-    "video": (call(sample(1, video=True)), call(sample(2, video=True))),
-    "two images that changed places": (call(sample(1, 2)), call(sample(2, 1))),
-    "one image of a batch": (call(sample(1), sample(2)), call(sample(1), sample(3))),
-    "a grid of the same pixels": (call(sample(1, grid=(8, 4))), call(sample(1, grid=(4, 8)))),
-    "bf16": (
-        call(sample(1)) | {"pixel_values": sample(1)[1]["pixel_values"].bfloat16()},
-        call(sample(1)) | {"pixel_values": sample(2)[1]["pixel_values"].bfloat16()},
-    ),
-}
-
-
-@pytest.mark.parametrize("what", PAIRS)
-def test_micro_batches_of_other_images_that_changed_places_are_an_error(what: str) -> None:
-    model = make()
-    (first, second) = PAIRS[what]
-    routes = recorded(model, first, second)
-    assert replayed(model, routes, first, second)["tokens_compared"] == 2
-    message = r"micro-batch 0: .*other [a-z_ ]*(pixel_values|grid).*got those of the routes of micro-batch 1"
-    with pytest.raises(MicroBatchError, match=message):
-        replayed(model, routes, second, first)
-
-
-def test_an_image_that_the_update_lacks_is_an_error() -> None:
-    model = make()
-    first = call(sample(1))
-    routes = recorded(model, first)
-    bare = {name: first[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    with pytest.raises(MicroBatchError, match="other image_grid_thw and pixel_values"):
-        replayed(model, routes, bare)
-
-
 # An inner module
 
 

@@ -16,16 +16,12 @@ from npu_replay import MicroBatchError, ReplayError, RoutedExperts, TokenLayout
 from npu_replay.routes.overlap import Judged
 from npu_replay.sessions import own_choice
 from npu_replay.sessions.weights import weights_moved
-from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign
+from zoo.toys import EXPERTS, HIDDEN, TOPK, ToyModel, ToyRouter, foreign, tokens
 
 FAR = "far from what the routers would choose"
 
 
 pytestmark = pytest.mark.usefixtures("toy_routers")
-
-
-def hidden(rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def own(model: Any, *inputs: torch.Tensor) -> list[RoutedExperts]:
@@ -74,7 +70,7 @@ def test_what_is_judged_are_the_given_and_the_own_choices_of_rows_with_a_route(
         layer.router.register_forward_hook(
             lambda _, args, __, weight=weight: own_ids.append((args[0] @ weight.T).topk(TOPK).indices)
         )
-    run(model, [routes.with_known(from_engine=True)], hidden(rows))
+    run(model, [routes.with_known(from_engine=True)], tokens(rows=rows))
     (judged,) = seen
     given_ids = routes.ids[recorded].long()
     chosen = torch.stack(own_ids, dim=1)[recorded]
@@ -95,7 +91,7 @@ def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = ToyModel()
-    inputs = hidden(RUN)
+    inputs = tokens(rows=RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
     with pytest.raises(MicroBatchError, match=rf"micro-batch 0, .*{FAR}.*min_overlap="):
@@ -114,7 +110,7 @@ def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
 
 def test_a_fingerprint_vouches_for_the_rows_of_a_recording_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Rows made by hand may be moved by some, though their tokens are right."""
-    inputs = hidden(RUN)
+    inputs = tokens(rows=RUN)
     by_hand = random(RUN).with_known(from_engine=None)
     layout = npu_replay.TokenLayout.packed([RUN], fingerprints=[7])
     assert run(ToyModel(), [layout.gather([by_hand])], inputs)["overlap"] < 0.3
@@ -129,7 +125,7 @@ def test_a_fingerprint_vouches_for_the_rows_of_a_recording_alone(caplog: pytest.
 
 def test_the_argument_and_the_variable_switch_it_off_and_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToyModel()
-    inputs = hidden(4 * RUN)
+    inputs = tokens(rows=4 * RUN)
     (right,) = own(model, inputs)
     ids = right.ids.clone()
     ids[::4] = random(4 * RUN).ids[::4]  # a coarse rollout: some 0.8 overlap
@@ -146,12 +142,10 @@ def test_the_argument_and_the_variable_switch_it_off_and_set_it(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, "much", True, float("nan")])
-def test_a_limit_that_is_no_share_is_refused(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_no_share_is_refused(wrong: Any) -> None:
+    """That of the variable: tests/test_environment.py."""
     with pytest.raises(ReplayError, match="min_overlap is a share of the experts"):
         npu_replay.replay(ToyModel(), [random(8)], min_overlap=wrong)
-    monkeypatch.setenv("NPU_REPLAY_MIN_OVERLAP", str(wrong))
-    with pytest.raises(ReplayError, match="NPU_REPLAY_MIN_OVERLAP is a share of the experts"):
-        npu_replay.replay(ToyModel(), [random(8)])
 
 
 # When
@@ -159,7 +153,7 @@ def test_a_limit_that_is_no_share_is_refused(wrong: Any, monkeypatch: pytest.Mon
 
 def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_together() -> None:
     model = ToyModel()
-    few = [hidden(40, seed) for seed in range(3)]
+    few = [tokens(seed, 40) for seed in range(3)]
     assert "overlap" not in run(model, [random(40)], few[0])
     with pytest.raises(MicroBatchError, match=rf"micro-batch 1, .*{FAR}"):
         run(model, [random(40, seed=seed) for seed in range(3)], *few)
@@ -167,7 +161,7 @@ def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_toget
 
 def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
     model = ToyModel()
-    inputs = [hidden(40), hidden(3 * RUN, seed=1)]
+    inputs = [tokens(rows=40), tokens(1, 3 * RUN)]
     before, right = own(model, *inputs)
     ids = right.ids.clone()
     ids[2 * RUN :] = random(RUN).ids
@@ -177,7 +171,7 @@ def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
 
 def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> None:
     model = ToyModel()
-    inputs = [hidden(RUN, seed) for seed in range(6)]
+    inputs = [tokens(seed, RUN) for seed in range(6)]
     right = own(model, *inputs)
     for number in (1, 2, 4, 5):  # the last one is checked, too
         wrong = [*right[:number], random(RUN), *right[number + 1 :]]
@@ -202,7 +196,7 @@ def update(model: ToyModel) -> None:
 def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_without_grad() -> None:
     """A policy that has moved over epochs may choose any other experts."""
     model = ToyModel()
-    inputs = hidden(4 * RUN)
+    inputs = tokens(rows=4 * RUN)
     (right,) = own(model, inputs)
     assert run(model, [right], inputs)["overlap"] == 1.0
     update(model)
@@ -221,7 +215,7 @@ def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_w
 def test_routes_of_a_new_rollout_are_judged_by_the_weights_of_now() -> None:
     """They were made after the forward that was judged last, by an engine that has the update."""
     model = ToyModel()
-    inputs = hidden(4 * RUN)
+    inputs = tokens(rows=4 * RUN)
     (right,) = own(model, inputs)
     run(model, [right], inputs)
     update(model)
@@ -233,7 +227,7 @@ def test_routes_of_a_new_rollout_are_judged_by_the_weights_of_now() -> None:
 def test_one_token_repeated_is_right_and_another_ones_rows_are_wrong() -> None:
     """All rows are one, so chance equals the overlap, and one near tie lowers a layer."""
     model = ToyModel(*(ToyRouter(layer) for layer in range(8)))
-    inputs = hidden(1).expand(2 * RUN, HIDDEN).contiguous()
+    inputs = tokens(rows=1).expand(2 * RUN, HIDDEN).contiguous()
     (right,) = own(model, inputs)
     ids = right.ids.clone()
     unused = (torch.arange(EXPERTS)[:, None] != ids[0, 3].long()).all(dim=1).nonzero()[0, 0]
@@ -251,7 +245,7 @@ def test_one_token_repeated_is_right_and_another_ones_rows_are_wrong() -> None:
 def test_each_chunk_is_judged_by_itself() -> None:
     """The routers of one chunk that are right say nothing for those of another."""
     chunks = [ToyModel(ToyRouter(0)), ToyModel(ToyRouter(1))]
-    inputs = hidden(RUN)
+    inputs = tokens(rows=RUN)
     with npu_replay.record(chunks) as recording:
         for chunk in chunks:
             chunk(inputs)
@@ -295,7 +289,7 @@ BATCH = [3 * RUN, 5 * RUN, 4 * RUN]
 )
 def test_the_sequence_that_is_wrong_is_named(layout: TokenLayout, change: Any, words: str) -> None:
     model = ToyModel()
-    inputs = hidden(len(layout.rows))
+    inputs = tokens(rows=len(layout.rows))
     samples = layout.scatter(own(model, inputs)[0])
     assert run(model, [layout.gather(samples)], inputs)["overlap"] == 1.0
     with pytest.raises(MicroBatchError, match=words):
@@ -324,7 +318,7 @@ def with_another_layer(right: RoutedExperts, number: int) -> torch.Tensor:
 )
 def test_a_shift_that_would_fit_and_a_wrong_layer_are_named(change: Any, words: str) -> None:
     model = ToyModel(*(ToyRouter(layer) for layer in range(6)))
-    inputs = hidden(6 * RUN)
+    inputs = tokens(rows=6 * RUN)
     (right,) = own(model, inputs)
     with pytest.raises(MicroBatchError, match=words):
         run(model, [of_engine(change(right), right)], inputs)
@@ -334,7 +328,7 @@ def test_a_shift_that_would_fit_and_a_wrong_layer_are_named(change: Any, words: 
 def test_a_layer_is_held_against_a_quarter_of_the_best_ones_way_from_chance(share: float, way: float) -> None:
     """Where all layers overlap little, as after a coarse rollout, less is asked of each; 0.15 at least."""
     model = ToyModel()
-    inputs = hidden(10 * RUN)
+    inputs = tokens(rows=10 * RUN)
     (right,) = own(model, inputs)
     ids = with_another_layer(right.with_rows(flipped(right, share), right.recorded), 1)
     chance = TOPK / EXPERTS
@@ -354,7 +348,7 @@ def test_a_dead_router_and_routers_with_favourites_are_right() -> None:
     with torch.no_grad():
         model.layers[1].router.weight.mul_(1e-6)
         model.layers[1].router.weight[:TOPK] += 10
-    inputs = hidden(4 * RUN).abs()
+    inputs = tokens(rows=4 * RUN).abs()
     (right,) = own(model, inputs)
     assert len(right.ids[:, 1].unique()) <= TOPK + 1
     assert run(model, [right], inputs)["overlap"] == 1.0

@@ -16,7 +16,7 @@ from npu_replay.compat.probe import Product
 from npu_replay.errors import ReplayError
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.options import Options
-from npu_replay.smoke.report import FAIL, PASS, Report, Result
+from npu_replay.smoke.report import FAIL
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,3 @@ def test_what_adapts_megatron_is_imported_in_a_jobs_order_and_its_failure_is_nam
     with pytest.raises(ReplayError, match=words):
         smoke.import_adaptors()
     assert sys.argv is arguments
-
-
-def test_lines_name_what_fails() -> None:
-    report = Report(Options(), 1)
-    assert not report.passed  # nothing tried is no pass
-    failed = Result("collect", "softmax", FAIL, "others came back", rank=3)
-    report.results = [Result("replay", "softmax", PASS, "all right"), failed]
-    assert report.line(report.results[0]) == "PASS  replay        softmax: all right"
-    assert report.line(failed) == "FAIL  collect       softmax: rank 3: others came back"
-    assert not report.passed
-    assert report.verdict().startswith("FAIL: collect, in")
