@@ -29,7 +29,6 @@ from zoo.hugging_face import (
     SIZES,
     batches,
     build,
-    foreign,
     train,
 )
 from zoo.outcome import check_own_record, random_routes
@@ -78,26 +77,6 @@ def test_a_record_changes_nothing_its_replay_repeats_it_and_other_routers_follow
 
 
 # Weights and groups
-
-
-def test_deepseek_v2_weights_come_from_the_scores_before_the_group_mask_s2() -> None:
-    """Its router sets the scores of other groups to 0.0 and takes the top-k's values as weights."""
-    model = build("deepseek_v2-groups", routed_scaling_factor=2.0)
-    (routes,) = foreign(model, count=1)
-    found = routers.find([model])[0]
-    calls: list[Any] = []
-    for router in found:
-        router.module.register_forward_hook(lambda _, args, output: calls.append((args[0], output[1])))
-    with npu_replay.replay(model, [routes]):
-        train(model, count=1)
-    crossing = 0
-    for router, (inputs, weights) in zip(found, calls, strict=True):
-        ids = routes.layer_ids(router.label).long()
-        scores = (inputs.flatten(0, -2) @ router.module.weight.T).softmax(dim=-1)
-        torch.testing.assert_close(weights, scores.gather(1, ids) * 2.0)
-        best = scores.view(-1, 4, 2).amax(dim=-1).topk(2).indices
-        crossing += int((ids[..., None] // 2 != best[:, None]).all(dim=-1).sum())
-    assert crossing > 0, "no route left the groups that the router would have kept"
 
 
 def test_dense_layers_keep_their_place_in_the_labels_t2_t3() -> None:

@@ -60,29 +60,6 @@ def states(report: reporting.Report) -> dict[str, str]:
     return {capability.name: capability.state for capability in report.capabilities}
 
 
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.first_release
-def test_with_megatron_it_says_that_replay_works_and_exits_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process of its own: below, and tests/packaging."""
-    monkeypatch.setenv("COLUMNS", "1000")
-    file = tmp_path / "found.json"
-    result = invoke("doctor", "--imports", "--out", file)
-    assert result.exit_code == 0
-    assert "10 seconds to a minute" in result.stderr
-    megatron = row(result, "replay on Megatron-core")
-    assert megatron.startswith("works TopKRouter is recognised")
-    assert megatron.endswith("; imports")
-    assert row(result, "CPU").startswith("works tried: recorded, replayed, recomputed")
-    assert "Replay works here: on Megatron-core" in result.stdout
-    folder = Path(npu_replay.__file__).parent
-    assert row(result, "npu_replay").startswith(npu_replay.__version__)
-    assert row(result, "npu_replay").endswith((str(folder), "site-packages"))
-    assert json.loads(file.read_text())["works"]
-
-
 # In this process
 
 

@@ -20,8 +20,6 @@ import sglang_outputs
 import vllm_outputs
 from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RoutedModel, RouteStore, fingerprint
-from npu_replay.compat.vllm.decode import from_vllm
-from npu_replay.errors import InvalidRoutes
 from npu_replay.inspection import inspection
 from npu_replay.inspection.findings import Inspection
 from npu_replay.inspection.inspection import inspect
@@ -161,19 +159,6 @@ def test_the_figures_are_those_of_the_ids(desk: Desk) -> None:
         assert counts[layer["busiest"]] == max(counts.values())
         assert layer["busiest_share"] == pytest.approx(max(shares))
         assert layer["entropy"] == pytest.approx(-sum(share * math.log2(share) for share in shares))
-
-
-@pytest.mark.parametrize("fault", [half_captured, shifted, stale, named_twice])
-def test_a_broken_answer_is_refused_with_the_words_of_from_vllm(
-    desk: Desk, run: Callable[..., Result], fault: Callable[[Any], None]
-) -> None:
-    fault(desk.rows)
-    with pytest.raises(InvalidRoutes) as caught:
-        from_vllm(desk.answer(), CONFIG, version="0.23.0")
-    result = run(desk.put(desk.answer()), "--config", desk.config, "--engine-version", "0.23.0")
-    assert result.exit_code == 1
-    message = " ".join(str(caught.value).removeprefix("[npu_replay] ").split())
-    assert f"refused: {message}" in " ".join(result.stdout.split())
 
 
 REFUSED: dict[str, Callable[[Desk], Any]] = {

@@ -454,34 +454,6 @@ def _others() -> None:
     nothing_is_on()
 
 
-def _weights(actor: Any) -> list[torch.Tensor]:
-    return [weight.detach().clone() for weight in actor.chunks[0].parameters()]
-
-
-@case("offloaded, and a checkpoint in between")
-def _checkpoint() -> None:
-    """Nothing of a replay is kept in a checkpoint; a loaded model replays when it is asked to."""
-    from verl.utils import megatron_utils
-
-    tiny = begin(mode="R2", sharded=True)
-    actor = Actor(tiny)
-    plain = plain_of(actor)
-    folder = shared_folder()
-    data, routes = recorded_batch(actor)
-    with job.other_routers(actor.chunks, plain.chunks):
-        megatron_utils.offload_megatron_model_to_cpu(actor.chunks)
-        assert actor.chunks[0].buffers[0].param_data.untyped_storage().size() == 0
-        megatron_utils.load_megatron_model_to_gpu(actor.chunks)
-        actor.engine.save_checkpoint(folder)
-        job.fill(actor.chunks)
-        actor.engine.load_checkpoint(folder, del_local_after_load=False)
-        assert same(_weights(actor), _weights(plain))
-        nothing_is_on()
-        with npu_replay.observe(actor.chunks) as seen:
-            actor.update(data)
-        check_rows(seen.shown, routes, tiny)
-
-
 @case("routes in files")
 def _files() -> None:
     """record_file writes what one job records, replay_file gives it to another; mini-batches too."""
@@ -533,6 +505,10 @@ def spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.cat([one, one[:, :1]], dim=1) for one in found]
     found[0][1, 0] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
     return found
+
+
+def _weights(actor: Any) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in actor.chunks[0].parameters()]
 
 
 @case("one rank has bad routes in the first step")

@@ -66,8 +66,6 @@ class Tiny:
     changes: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     forward_only: bool = False
-    sharded: bool = False
-    """Weights in one buffer, which verl can offload; Megatron's optimizer for them wants CUDA by name."""
     value: bool = False
     lora: bool = False
 
@@ -144,7 +142,7 @@ def chunks_of(tiny: Tiny, config: Any, *, wrapped: bool) -> list[nn.Module]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=tiny.sharded, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=False, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
     wrappers = [
         DistributedDataParallel(config=config, module=chunk, disable_bucketing=number > 0, ddp_config=ddp)
@@ -665,8 +663,6 @@ def packing() -> tuple[Any, ...]:
 
 def prepare(*, engines: bool = True) -> None:
     """Lend what this machine lacks, and put the small engines in their place, if wanted."""
-    if not hasattr(np, "product"):
-        np.product = np.prod  # Megatron-core before 0.16 saves checkpoints with it; numpy 2 has renamed it
     # verl before 0.9 offloads to memory that only a machine with a device can pin.
     torch.Tensor.pin_memory = lambda self, *_: self.clone()  # type: ignore[method-assign]
     importlib.import_module("verl.utils.attention_utils")._get_attention_functions = packing

@@ -183,6 +183,12 @@ def _adapter() -> None:
         actor.update(data)
     check_calls(calls, tiny, routes, times=1)
     nothing_is_on()
+    # verl sets no action on FSDP, so the mark in a batch alone says whether an update is replayed
+    actor.worker.enable_routing_replay = False
+    update = engine_job.update_batch(data)
+    engine_job.tu.assign_non_tensor_data(update, "enable_routing_replay", False)
+    metrics = actor.output(actor.worker.update_actor(update))["metrics"]
+    assert not [name for name in metrics if name.startswith("npu_replay/")]
 
 
 # What goes wrong

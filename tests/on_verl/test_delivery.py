@@ -281,18 +281,6 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [COUNT, 0, 0, 1, COUNT], "an older step's are not kept"
 
 
-def test_routes_of_other_tokens_are_refused() -> None:
-    data = batch_of()
-    references = list(data.non_tensor_batch[COLUMN])
-    mask = data.batch["attention_mask"].bool()
-    rows = zip(references, data.batch["input_ids"], mask, strict=True)
-    tokens = {reference.key: ids[kept] for reference, ids, kept in rows}
-    tokens[references[1].key] = tokens[references[1].key] + 1
-    held = received(references, tokens=tokens)
-    with pytest.raises(InvalidRoutes, match="belong to other tokens"):
-        held.of(references[1].key)
-
-
 def test_without_steps_of_the_job_nothing_grows_without_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

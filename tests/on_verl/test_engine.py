@@ -49,10 +49,7 @@ ALIKE = (
     "bad samples after the first step",
     "one rank has bad routes in the first step",
 )
-FROM_0_16 = (
-    *("R2: pp2 of a HybridModel", "R3 by reference: pp2 of a HybridModel"),
-    "offloaded, and a checkpoint in between",  # 0.12's checkpoint wants an older torch
-)
+FROM_0_16 = ("R2: pp2 of a HybridModel", "R3 by reference: pp2 of a HybridModel")
 """From this Megatron-core on."""
 EVERY = [
     f"{way}{reference}: {split}"

@@ -21,13 +21,13 @@ from npu_replay.compat.megatron_backports import router_init
 from npu_replay.compat.megatron_backports.router_replay import is_idle
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
-from npu_replay.compat.verl.engine_pass import EnginePass
-from npu_replay.errors import MicroBatchError, ReplayError
+from npu_replay.compat.verl.engine_pass import EnginePass, current
+from npu_replay.errors import MicroBatchError
 from npu_replay.following.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
 from sessions.test_follow import packed as fed_packed
 from sessions.test_follow import texts, ulysses_padded
-from zoo.gpt import VARIANTS, build, perturbed
+from zoo.gpt import VARIANTS, build, hooks, perturbed
 from zoo.outcome import gradients, same
 
 # Routers are given other weights for a replay, so that it shows.
@@ -121,13 +121,17 @@ def test_a_router_records_and_replays_by_its_action_recomputes_too(verl: SimpleN
     assert same(gradients(job.model), grads)
 
 
-def test_what_is_no_action_is_refused(verl: SimpleNamespace) -> None:
+def test_nothing_is_left_when_a_pass_raises(verl: SimpleNamespace) -> None:
+    """Nor of what was set inside it, in the pass around it."""
     job = trainer()
-    with pytest.raises(ValueError, match="3 is not a valid RouterReplayAction"):
-        own_replays(job)[0].set_router_replay_action(3)
-    running = EnginePass(EngineAdapter(job), trains=False)
-    with running.entered(), pytest.raises(ReplayError, match="no action of a RouterReplay"):
-        verl.replay.set_global_router_replay_action(3)
+    running = EnginePass(EngineAdapter(job))
+    with EnginePass().entered():
+        with pytest.raises(MemoryError), running.entered():
+            verl.replay.set_global_router_replay_action(verl.actions.RECORD)
+            job.loss(job.batches[0])
+            raise MemoryError
+        assert not current().action
+    assert hooks(job.model) == 0
 
 
 def test_a_pass_in_which_verl_aligns_no_routes_says_so_at_its_end(verl: SimpleNamespace) -> None:

@@ -394,10 +394,3 @@ def test_a_servers_words_are_quoted_on_one_line_and_printable(engine: Engine, wo
             assert not CONTROL.search(text), ascii(text)
             assert len(text) < 3000
             text.encode()
-
-
-def test_an_endpoint_that_isnt_there_has_its_flag_named(engine: Engine) -> None:
-    """vLLM 0.30.0 and 0.31.0 answer «Not Found»; later ones name it themselves."""
-    with refused("Not Found") as caught:
-        engine.decode({"detail": "Not Found"}, prompt=[1], output=[2])
-    assert ("--enable-scale-out" in str(caught.value)) == (engine.name == "vLLM")

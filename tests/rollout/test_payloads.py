@@ -131,13 +131,6 @@ def test_what_is_no_npy_of_integers_is_refused(data: Any) -> None:
 # base64 and nested lists
 
 
-def test_lists_of_integers_are_read() -> None:
-    for value in (np.arange(24).reshape(4, 3, 2).tolist(), [[[2**63 - 1, -(2**63)]]]):
-        found = from_lists(value, source=SOURCE, most=(4, 3, 2))
-        assert (found.dtype, found.tolist()) == (np.int64, value)
-    assert from_lists([], source=SOURCE, most=SHAPE_MOST).shape == (0, 0, 0)
-
-
 def nested(depth: int) -> list[Any]:
     deep: list[Any] = []
     for _ in range(depth):

@@ -184,35 +184,6 @@ def build_stage(config: Any, pp_rank: int, at: Callable[..., None]) -> list[nn.M
     return megatron_model.chunks(config)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        {"num_layers": 8, "pp": 2, "vp": 2, "moe_layer_freq": [0, 1, 1, 1, 0, 1, 1, 0]},
-        {"num_layers": 4, "pp": 2, "vp": None, "moe_layer_freq": [0, 0, 1, 1]},
-        {"num_layers": 6, "pp": 2, "vp": 2, "moe_layer_freq": 2, "num_layers_in_first_pipeline_stage": 2},
-    ],
-    ids=["virtual", "dense stage", "first"],
-)
-def test_from_megatron_has_the_layers_of_every_built_stage(
-    at: Callable[..., None], split: dict[str, Any]
-) -> None:
-    """T2, T3, T43: also of a stage that has dense layers only."""
-    changes = dict(split)
-    config = pipeline(changes.pop("pp"), changes.pop("vp"), **changes)
-    seen: list[int] = []
-    for pp_rank in range(split["pp"]):
-        chunks = build_stage(config, pp_rank, at)
-        layout = ParallelLayout.from_megatron(chunks)
-        assert (layout.pp, layout.pp_rank, layout.vp) == (split["pp"], pp_rank, split["vp"] or 1)
-        built = [tuple(layer.layer_number - 1 for layer in chunk.decoder.layers) for chunk in chunks]
-        layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-        moe = [layer.layer_number - 1 for layer in layers if hasattr(layer.mlp, "router")]
-        assert layout.chunk_layers == tuple(built)
-        assert layout.moe_layers == tuple(sorted(moe))
-        seen += layout.layers
-    assert sorted(seen) == list(range(split["num_layers"]))
-
-
 def test_from_megatron_refuses_a_model_that_megatron_numbered_wrongly(at: Callable[..., None]) -> None:
     """T3: 0.12 and 0.13 give layers twice for virtual stages with num_layers_in_last_pipeline_stage alone."""
     config = pipeline(2, 2, num_layers=4, num_layers_in_last_pipeline_stage=2)

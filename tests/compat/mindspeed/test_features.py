@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import npu_replay
 from npu_replay.errors import RouterError
@@ -149,29 +148,3 @@ def test_a_block_that_is_refused_leaves_no_hook(block: Any) -> None:
     with pytest.raises(RouterError, match="recomputes in a place that npu_replay doesn't know"):
         block(model).__enter__()
     assert hooks(model) == 0
-
-
-def test_more_arguments_of_a_routers_call_reach_it_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T7: a routing function of one's own, with Megatron 0.12's signature, met a padding_mask.
-
-    A release, MindSpeed-LLM or a fork adds them.
-    """
-    from megatron.core.transformer.moe import router as product
-
-    got: list[Any] = []
-    original = product.TopKRouter.forward
-    monkeypatch.setattr(
-        product.TopKRouter,
-        "forward",
-        lambda self, input, padding_mask=None, input_ids=None: (
-            got.append((padding_mask, input_ids)) or original(self, input)
-        ),
-    )
-    router = routers(build({}).model)[0].module
-    more = object(), object()
-    hidden = torch.randn(6, 2, router.config.hidden_size, device=router.weight.device)
-    with npu_replay.record(router) as recording:
-        router(hidden, padding_mask=more[0], input_ids=more[1])
-        router(hidden, *more)
-    assert got == [more] * 2
-    assert [len(one) for one in recording.routes] == [12, 12]

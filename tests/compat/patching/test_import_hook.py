@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import npu_replay
 from npu_replay.compat.patching import import_hook, patches
 from npu_replay.errors import ReplayError
 
@@ -194,7 +193,7 @@ def test_what_a_preparation_waits_for_is_not_missed(product: Path) -> None:
     assert importlib.import_module(NAME).value == 2
 
 
-# A module that is served
+# A module that is served; served, reported and withdrawn on each Megatron-core: tests/matrix
 
 
 def fill(module: Any) -> None:
@@ -203,33 +202,6 @@ def fill(module: Any) -> None:
 
 def serve_it() -> None:
     import_hook.serve(SERVED, fill, "its why", "its reason")
-
-
-def withdraw() -> None:
-    import_hook.forget()
-    assert not patches.undo_all()
-
-
-def test_a_name_that_is_missing_is_found_imported_and_reported() -> None:
-    serve_it()
-    assert NAME not in sys.modules, "nothing is imported for it"
-    importlib.import_module("waited_for.deep")
-    assert importlib.util.find_spec(SERVED) is not None
-    from waited_for.deep import new  # type: ignore[import-not-found]
-
-    assert new.value == "made"
-    pickle.dumps(new.__spec__)
-    (patch,) = npu_replay.report().patches
-    assert (patch.where, patch.why, patch.reason) == (SERVED, "its why", "its reason")
-    with pytest.raises(ModuleNotFoundError, match=r"waited_for\.deep\.newer"):
-        importlib.import_module("waited_for.deep.newer")
-
-
-def test_the_products_own_module_is_left(product: Path) -> None:
-    (product / "deep" / "new.py").write_text("value = 'theirs'\n")
-    serve_it()
-    assert importlib.import_module(SERVED).value == "theirs"
-    assert not patches.applied()
 
 
 def test_a_package_that_somebody_made_by_hand_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,15 +224,13 @@ def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
     assert importlib.import_module(SERVED).value == "made"
 
 
-def test_withdrawn_it_is_missing_as_before() -> None:
+def test_what_somebody_else_has_put_in_its_place_stays() -> None:
+    """Withdrawn it is missing as before: tests/matrix/test_report.py."""
     package = importlib.import_module("waited_for.deep")
     serve_it()
     importlib.import_module(SERVED)
-    withdraw()
-    assert SERVED not in sys.modules
-    serve_it()
-    assert importlib.import_module(SERVED).value == "made", "and it can be served again"
     theirs = ModuleType(SERVED)
     sys.modules[SERVED] = package.new = theirs  # type: ignore[attr-defined]
-    withdraw()
-    assert sys.modules[SERVED] is package.new is theirs, "what somebody else has put there stays"
+    import_hook.forget()
+    assert not patches.undo_all()
+    assert sys.modules[SERVED] is package.new is theirs

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from npu_replay import InvalidRoutes, RoutedExperts, RoutedModel, RouteStore, delivery, fingerprint
+from npu_replay import RoutedExperts, RoutedModel, RouteStore, delivery, fingerprint
 from npu_replay.compat.verl import batch_routes
-from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey
+from npu_replay.compat.verl.batch_routes import R2Store, RoutesByKey, are_refused, refused_rows
 from npu_replay.compat.verl.files import Files
 from npu_replay.compat.verl.r3_store import Putter
 from npu_replay.compat.verl.tensors import GivenRoutes
@@ -75,25 +75,6 @@ def test_a_samples_key_is_the_same_on_all_chunks_and_no_other_passes_or_replicas
     assert anew.keep(0, 2, [routes()] * 2) == last
 
 
-def test_what_a_pass_lends_or_refuses_goes_before_what_is_held() -> None:
-    held, _ = filled()
-    held.keep(9, routes(1), 0)
-    held.lent = {9: routes(3), 2: InvalidRoutes("bad", expected="good", got="bad")}
-    assert held.of(9).layers == (3,)
-    with pytest.raises(InvalidRoutes, match="bad"):
-        held.of(2)
-    held.lent = {}
-    assert held.of(9).layers == (1,)
-    held.refuse({9: InvalidRoutes("lost", expected="a piece", got="none"), 10: routes(3)})
-    assert list(held.bad([9])) == [9], "another rank can't read them"
-    assert held.lacking([9, 10]) == [10]
-    assert not held.nbytes
-    held.has((1, 3))
-    assert len(held) == 1
-    held.has((1,))
-    assert not len(held), "other layers drop all"
-
-
 def test_with_a_top_k_of_1_zeros_of_a_rollout_are_no_route_and_recorded_ones_are_expert_0(
     tmp_path: Path,
 ) -> None:
@@ -115,6 +96,17 @@ def test_with_a_top_k_of_1_zeros_of_a_rollout_are_no_route_and_recorded_ones_are
         assert isinstance(routes, RoutedExperts)
         assert routes.recorded.tolist() == [bool(row.any()) for row in rows]
     assert batch.routes(from_rollout=False)[0][0].recorded.all()
+
+
+def test_rows_of_a_refused_sample_are_no_row_of_any_model() -> None:
+    models = ((1, 256, np.uint8), (1, 512, np.int16), (8, 64, np.uint8), (8, 256, np.uint8))
+    for topk, experts, dtype in models:
+        rows = torch.from_numpy(refused_rows(3, np.empty((0, 2, topk), dtype)))
+        assert are_refused(rows, experts)
+        assert are_refused(rows.to(torch.int64), experts)
+        assert not are_refused(torch.zeros_like(rows), experts)
+    right = torch.full((3, 2, 1), 255, dtype=torch.uint8)
+    assert not are_refused(right, 256)
 
 
 # Files
