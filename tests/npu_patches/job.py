@@ -150,7 +150,10 @@ def _foreign() -> list[RoutedExperts]:
 
 @contextmanager
 def witnessed(model: Any, whose: str) -> Iterator[Chosen]:
-    """Which rows of each block's input come to which expert: the first product of each call."""
+    """Which rows of each block's input come to which expert: the first product of each call.
+
+    The model keeps the hooks.
+    """
     import torch_npu
 
     seen: Chosen = {layer: [] for layer in range(LAYERS)}
@@ -175,13 +178,10 @@ def witnessed(model: Any, whose: str) -> Iterator[Chosen]:
             now.clear()
         return native(x, weight, **kwargs)
 
-    handles = []
     for layer, decoder in enumerate(model.model.layers):
-        handles.append(decoder.mlp.register_forward_pre_hook(lambda _, args, n=layer: begins(n, args[0])))
+        decoder.mlp.register_forward_pre_hook(lambda _, args, n=layer: begins(n, args[0]))
         for n, expert in enumerate(decoder.mlp.experts if whose == "roll" else []):
-            handles.append(expert.register_forward_pre_hook(lambda _, args, n=n: takes(n, args[0])))
+            expert.register_forward_pre_hook(lambda _, args, n=n: takes(n, args[0]))
     torch_npu.npu_grouped_matmul = product
     yield seen
     torch_npu.npu_grouped_matmul = native
-    for handle in handles:
-        handle.remove()
