@@ -46,9 +46,6 @@ class UpstreamApi:
             made.set_target_indices(ids)
         return made
 
-    def everywhere(self, action: str) -> None:
-        self.replay.set_global_router_replay_action(self.action[action])
-
 
 @contextmanager
 def upstream_api() -> Iterator[UpstreamApi]:
