@@ -35,9 +35,8 @@ PROCESSES = 4
 LAST = PROCESSES - 1
 STAGES = ((0, 1), (3,))
 LENGTHS = ((5, 3), (4,))
-EXPERTS = (
-    300  # more than a byte holds (T19), and no back end sends int16 (T19b): gloo refuses it as HCCL does
-)
+EXPERTS = 300
+"""More than a byte holds (T19), and no back end sends int16 (T19b): gloo refuses it, as HCCL does."""
 PATIENCE = 3.0
 """Seconds, of those that wait for a rank that was killed."""
 WAITS = 12
