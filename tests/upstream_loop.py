@@ -64,10 +64,10 @@ def upstream_api() -> Iterator[UpstreamApi]:
 # A training loop
 
 
-def build_replayed(variant: dict[str, Any], recompute: str | None = None) -> Trainer:
+def build_replayed(variant: dict[str, Any]) -> Trainer:
     """A model with the flag, and the only one that RouterReplay knows."""
     api()[0].clear_global_router_replay_instances()
-    return build(variant | FLAG, recompute)
+    return build(variant | FLAG)
 
 
 def record(trainer: Trainer) -> tuple[list[float], list[list[torch.Tensor]]]:

@@ -70,11 +70,8 @@ class Environment:
     def lend(self, *modules: str) -> None:
         """Make what holds `modules` here importable there too, after what is installed there."""
         folders = [str(Path(find_spec(name).origin).parents[name.count(".") + 1]) for name in modules]
-        site = self.execute("import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+        site = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
         Path(site, "lent.pth").write_text("\n".join(dict.fromkeys(folders)) + "\n")
-
-    def execute(self, code: str) -> str:
-        return self.run("-c", code)
 
     def run(self, *arguments: str) -> str:
         return run(self.python, *arguments, cwd=self.elsewhere, path=self.path)
@@ -263,7 +260,7 @@ def test_compat_is_a_part_of_npu_replay_alone_and_no_framework_is_imported(
         environment = replace(environment, elsewhere=request.getfixturevalue(standing))
     if path:
         environment = replace(environment, path=request.getfixturevalue(path))
-    ours, compat = (Path(line).parent for line in environment.execute(FOUND).splitlines())
+    ours, compat = (Path(line).parent for line in environment.run("-c", FOUND).splitlines())
     assert compat == ours / "compat"
     if source == "site-packages":
         assert ours.parent.name == source
@@ -292,5 +289,5 @@ try:
 except ImportError as error:
     print(error)
 """
-    said = replace(bare, path=tmp_path).execute(code)
+    said = replace(bare, path=tmp_path).run("-c", code)
     assert said.startswith(f"npu_replay/compat in {tmp_path / 'npu_replay'} is no folder")
