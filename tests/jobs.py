@@ -108,7 +108,7 @@ def start(
             environment, as torchrun has them: `init_process_group("gloo")` is all it takes.
         folder: where the processes may leave files; one of their own, which goes with them, if none is given.
         before: what all ranks need and takes long, as what they import: a target, called with rank 0's task
-            in one process, and the ranks are forks of it.
+            in the leader.
         env: variables to change in the process; None takes one away.
         path: folders that come first in sys.path, and in PYTHONPATH of its children.
         timeout: seconds until all are killed.
