@@ -12,5 +12,6 @@ try "the demo, on the first release" bash -c "ci/demo.sh && python ci/check.py d
 try "the whole matrix" ci/matrix.sh --all
 try "verl" ci/verl.sh --all
 try "live vLLM" ci/live.sh --all
+try "the GRPO example, on FSDP2 too" ci/grpo.sh
 try "vllm-ascend" ci/vllm_ascend.sh
 exit $status

@@ -8,8 +8,8 @@ names, read on 2026-11-28. Tags «latest» are built anew: what they have is of 
 of verl are from the install scripts of each project, read on the same day.
 
 A simulated image is a folder for PYTHONPATH: packages that hold what is looked up or read without an import,
-beside the metadata of their distributions. Nothing in it computes, but for what a test gives: releases of
-Megatron-core and verl (.work), with which the stand-ins of what needs an NPU are taken.
+beside the metadata of their distributions. Nothing in it computes, but for what a test gives: a release of
+Megatron-core (.work), with which the stand-ins of what needs an NPU are taken.
 """
 
 from __future__ import annotations
@@ -276,12 +276,10 @@ _BRANCHES_SAY = {"megatron_adaptor": "0.1.0", "mindspeed_ops": "0.1.0", "mindspe
 """What the distributions say that are installed of a branch or a commit."""
 
 
-def make(image: Image, folder: Path, verl: Path | None = None, megatron: Path | None = None) -> Path:
+def make(image: Image, folder: Path, megatron: Path | None = None) -> Path:
     """Make a folder for PYTHONPATH that simulates an image; return it.
 
     Args:
-        verl: the folder of a release of verl (.work/verl/0.9.1), whose package and metadata are copied. By
-            default verl is a package with what is read of it without an import.
         megatron: the folder of a release of Megatron-core (.work/megatron/0.18.2), which is linked, and then
             says its own release. torch_npu, MindSpeed, MegatronAdaptor and TransformerEngineNPU are the
             tests' stand-ins then, so that the image can train on a CPU.
@@ -303,7 +301,7 @@ def make(image: Image, folder: Path, verl: Path | None = None, megatron: Path | 
         about = {"__init__.py": _TE_NPU_SOURCE, "common/__init__.py": "", "pytorch/__init__.py": ""}
         _package(folder, "transformer_engine", _TE_NPU, about)
     if image.verl:
-        _verl(image, folder, verl)
+        _verl(image, folder)
     if megatron is not None:
         _stand_ins(folder, megatron)
     return folder
@@ -387,25 +385,22 @@ def _mindspeed(image: Image, folder: Path) -> None:
     _package(folder, "mindspeed", image.mindspeed_says, files)
 
 
-def _verl(image: Image, folder: Path, release: Path | None) -> None:
+def _verl(image: Image, folder: Path) -> None:
+    """Write what is read of verl without an import."""
     says = _MAIN_OF_VERL if image.verl == "main" else image.verl
-    if release is not None:
-        shutil.copytree(release / "verl", folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-        (folder / "verl" / "version" / "version").write_text(f"{says}\n", encoding="utf-8")
-    else:
-        old = says.startswith(("0.7.", "0.8."))
-        asks = "" if old else '_entry_points(group="verl.plugins")\n'
-        # The legacy mbridge: the default up to 0.8, gone in main. 0.7.0's engine workers don't replay.
-        bridge = "" if image.verl == "main" else f"vanilla_mbridge: {old}\n"
-        replay = "" if says == "0.7.0" else "router_replay:\n  mode: disabled\n"
-        files = {
-            "__init__.py": asks,
-            "version/version": f"{says}\n",
-            "trainer/config/engine/megatron.yaml": f"use_mbridge: True\n{bridge}{replay}",
-        }
-        if says.startswith("0.7."):
-            files["workers/megatron_workers.py"] = ""
-        _write(folder / "verl", files)
+    old = says.startswith(("0.7.", "0.8."))
+    asks = "" if old else '_entry_points(group="verl.plugins")\n'
+    # The legacy mbridge: the default up to 0.8, gone in main. 0.7.0's engine workers don't replay.
+    bridge = "" if image.verl == "main" else f"vanilla_mbridge: {old}\n"
+    replay = "" if says == "0.7.0" else "router_replay:\n  mode: disabled\n"
+    files = {
+        "__init__.py": asks,
+        "version/version": f"{says}\n",
+        "trainer/config/engine/megatron.yaml": f"use_mbridge: True\n{bridge}{replay}",
+    }
+    if says.startswith("0.7."):
+        files["workers/megatron_workers.py"] = ""
+    _write(folder / "verl", files)
     _metadata(folder, "verl", says)
 
 

@@ -21,22 +21,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from hypothesis import HealthCheck, settings
+    from hypothesis import settings
 
 WHOLE = os.environ.get("NPU_REPLAY_TESTS") == "whole"
 """ci/test.sh --all sets it."""
 
 
-def examples(most: int, without: Iterable[HealthCheck] = ()) -> settings:
-    """Return the settings of a test of hypothesis that has `most` examples in ci/all.sh.
-
-    Args:
-        without: the health checks that hypothesis leaves out; it makes all others.
-    """
+def examples(most: int) -> settings:
+    """Return the settings of a test of hypothesis that has `most` examples in ci/all.sh."""
     from hypothesis import HealthCheck, settings  # tests on a device have pytest alone
 
     count = most if WHOLE else max(20, most // 5)
-    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, *without])
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 def without_clocks() -> None:

@@ -1,9 +1,10 @@
 """Child processes: one way to start them, and to hear what they found.
 
-A target is «module:function» of tests/. It is called with its task, and what it returns comes back as JSON. A
-process is forked from one that has imported torch, with what Megatron imports of it, and nothing else: which
-comes first, npu_replay or a framework, is up to the target. One that is `fresh` is a new interpreter,
-whose variables are set before anything but Python's own is imported.
+A target is «module:function» of tests/. It is called with its task, and what it returns comes back as JSON.
+The ranks of a job are forks of its leader, and that is a fork of a process that has imported torch, with what
+Megatron imports of it, and nothing else: which comes first, npu_replay or a framework, is up to the target.
+The leader of a `fresh` job is a new interpreter, and variables are set before anything but Python's own is
+imported.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ def start(
             environment, as torchrun has them: `init_process_group("gloo")` is all it takes.
         folder: where the processes may leave files; one of their own, which goes with them, if none is given.
         before: what all ranks need and takes long, as what they import: a target, called with rank 0's task
-            in one process, and the ranks are forks of it.
+            in the leader.
         env: variables to change in the process; None takes one away.
         path: folders that come first in sys.path, and in PYTHONPATH of its children.
         timeout: seconds until all are killed.
@@ -122,15 +124,14 @@ def start(
         rendezvous = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         given = {**(task or {}), "world": ranks, "folder": str(files), "store": str(own / "store")}
         processes = [_Process(own, rank, target, given, env or {}, path, rendezvous) for rank in range(ranks)]
-        leader = _started(_FORKSERVER, _lead, own, ranks, before) if before else None
-        for process in processes:
-            process.start(leader, fresh)
+        leader = (_SPAWN if fresh else _FORKSERVER).Process(target=_lead, args=(own, ranks, before))
+        leader.start()
         try:
-            why = _wait(processes, files, timeout, silence)
+            why = _wait(leader, processes, files, timeout, silence)
         finally:
-            for process in processes:
-                process.kill()
-        return [process.ended(why) for process in processes]
+            leader.terminate()  # it kills its ranks
+            leader.join()
+        return [process.ended(leader, why) for process in processes]
 
 
 class _Process:
@@ -150,7 +151,7 @@ class _Process:
         self.name = f"{target}, rank {rank} of {ranks}"
         self._folder = folder
         self._rank = rank
-        self._ended = folder / f"{rank}.code"  # of a leader's
+        self._ended = folder / f"{rank}.code"
         token = folder / f"{rank}.token"  # Ray would write one into the home folder
         token.write_text(secrets.token_hex(32))
         changes: dict[str, str | None] = _QUIET | {"TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -163,30 +164,14 @@ class _Process:
         given = {"target": target, "task": task | {"rank": rank}, "path": first, "env": changes}
         (folder / f"{rank}.task").write_text(json.dumps(given), encoding="utf-8")
 
-    def start(self, leader: multiprocessing.process.BaseProcess | None, fresh: bool) -> None:
-        self._leader = leader
-        context = _SPAWN if fresh else _FORKSERVER
-        self._process = leader or _started(context, _work, self._folder, self._rank)
-
-    def code(self) -> int | None:
+    def code(self, leader: BaseProcess) -> int | None:
         """Its exit code; None while it runs."""
-        ended = self._process.exitcode  # first: a leader writes before it ends
-        if self._leader is not None and self._ended.exists():
-            return int(self._ended.read_text())
-        return int(ended) if ended is not None else None
+        of_leader = leader.exitcode  # first: it writes before it ends
+        return int(self._ended.read_text()) if self._ended.exists() else of_leader
 
-    def kill(self) -> None:
-        if self.code() is not None:
-            return
-        if self._leader is not None:
-            self._process.terminate()  # it kills its ranks
-        else:
-            self._process.kill()
-        self._process.join()
-
-    def ended(self, why: str) -> Ended:
+    def ended(self, leader: BaseProcess, why: str) -> Ended:
         answer = self._folder / f"{self._rank}.answer"
-        code = self.code() or 0
+        code = self.code(leader) or 0
         found = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
         file = self._folder / f"{self._rank}.output"
         output = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -201,14 +186,8 @@ _FORKSERVER.set_forkserver_preload(
 )
 
 
-def _started(context: Any, target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
-    process = context.Process(target=target, args=args)
-    process.start()
-    return process
-
-
 def _lead(folder: Path, ranks: int, before: str) -> None:
-    """In a process: do what comes before the ranks, fork them, and note how each of them ended."""
+    """In the leader: do what comes before the ranks, fork them, and note how each of them ended."""
     task = _enter(folder, 0)["task"]
     running: dict[int, int] = {}
 
@@ -219,7 +198,8 @@ def _lead(folder: Path, ranks: int, before: str) -> None:
         os._exit(1)
 
     try:
-        _called(before, task)
+        if before:
+            _called(before, task)
         gc.freeze()  # a collection in a rank looks at what it makes, and not at all that was imported
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, stop)
@@ -246,12 +226,14 @@ def _called(target: str, task: Mapping[str, Any]) -> Any:
     return getattr(importlib.import_module(module), function)(task)
 
 
-def _wait(processes: Sequence[_Process], files: Path, timeout: float, silence: float | None) -> str:
+def _wait(
+    leader: BaseProcess, processes: Sequence[_Process], files: Path, timeout: float, silence: float | None
+) -> str:
     """Until all have ended, or one has failed: its peers would wait for it. Why they are killed, if so."""
     began = heard = time.monotonic()
     written = -1
     while True:
-        codes = [process.code() for process in processes]
+        codes = [process.code(leader) for process in processes]
         if any(codes) or None not in codes:
             return "\nkilled: another rank had failed" if any(codes) else ""
         now = time.monotonic()
@@ -267,7 +249,7 @@ def _wait(processes: Sequence[_Process], files: Path, timeout: float, silence: f
 
 
 def _work(folder: Path, rank: int) -> None:
-    """In the process: call the target, and leave its answer.
+    """In a rank: call the target, and leave its answer.
 
     The interpreter doesn't end by itself: gloo's threads may make an abort of that.
     """

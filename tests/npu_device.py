@@ -242,35 +242,3 @@ class _Module(types.ModuleType):
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
-
-
-def collected(task: dict[str, Any]) -> list[str]:
-    """The dtypes that one of two processes sends."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    from npu_replay import RoutedExperts, TokenLayout, collect
-
-    sent: set[str] = set()
-
-    def noting(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for one in [*args, *kwargs.values()]:
-                for tensor in one if isinstance(one, list) else [one]:
-                    if isinstance(tensor, torch.Tensor):
-                        sent.add(str(tensor.dtype).removeprefix("torch."))
-            return function(*args, **kwargs)
-
-        return call
-
-    for owner in (dist, distributed_c10d):
-        for name in ("broadcast", "send", "recv", "isend", "irecv", "all_gather", "all_reduce"):
-            setattr(owner, name, noting(getattr(owner, name)))
-    dist.init_process_group("gloo")
-    rank = task["rank"]
-    ids = torch.rand(5, 1, 300).topk(3).indices  # more experts than a byte holds
-    mine = RoutedExperts(ids=ids, layers=[rank], num_experts=300)
-    for everywhere in (True, False):
-        collect([mine], [TokenLayout.padded([5])], dist.group.WORLD, everywhere=everywhere)
-    dist.destroy_process_group()
-    return sorted(sent)

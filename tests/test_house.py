@@ -217,8 +217,6 @@ LEVELS = 3
 BUILT_OF_PARTS = {"seam", "sessions", "following"}
 SESSION_LEVELS = 2
 """The same in BUILT_OF_PARTS, which are put together of parts."""
-TWICE = 2
-"""Names that several classes have."""
 
 TORCHS = {*vars(nn.Module()), "_version"}
 """Private attributes that are torch's own."""
@@ -304,8 +302,3 @@ def test_sessions_are_put_together_of_parts() -> None:
     of_rooms = [module for module in MODULES if room_of(module) in BUILT_OF_PARTS]
     used = private_parts_of_others(of_rooms, lambda module: module)
     assert {f"{module}: {ast.unparse(node)}" for module, node in used} == set()
-
-
-def test_class_names_that_mean_two_things() -> None:
-    twice = [name for name, count in Counter(name for _, name in classes()).items() if count > 1]
-    assert len(twice) == TWICE, sorted(twice)

@@ -46,9 +46,6 @@ class UpstreamApi:
             made.set_target_indices(ids)
         return made
 
-    def everywhere(self, action: str) -> None:
-        self.replay.set_global_router_replay_action(self.action[action])
-
 
 @contextmanager
 def upstream_api() -> Iterator[UpstreamApi]:
@@ -67,10 +64,10 @@ def upstream_api() -> Iterator[UpstreamApi]:
 # A training loop
 
 
-def build_replayed(variant: dict[str, Any], recompute: str | None = None) -> Trainer:
+def build_replayed(variant: dict[str, Any]) -> Trainer:
     """A model with the flag, and the only one that RouterReplay knows."""
     api()[0].clear_global_router_replay_instances()
-    return build(variant | FLAG, recompute)
+    return build(variant | FLAG)
 
 
 def record(trainer: Trainer) -> tuple[list[float], list[list[torch.Tensor]]]:

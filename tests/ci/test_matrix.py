@@ -52,38 +52,59 @@ SHOWN = runs.Shown(
 )
 
 
-def test_a_release_whose_test_fails_makes_the_run_fail(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = "megatron-0.16.1"
-    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": SHOWN, bad: SHOWN})
+FAILED = "megatron-{}: tests/x.py::y (flag)\n"
 
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hand of cases that each run had; the runs of 0.16.1 fail."""
     hands: list[str] = []
 
     def run(release: Any, cases: str) -> Any:
         hands.append(cases)
-        return runs.Outcome(release, SHOWN, ("tests/x.py::y (flag)",) * (release.name == bad), 1.0)
+        failed = ("tests/x.py::y (flag)",) * (release.name == "megatron-0.16.1")
+        return runs.Outcome(release, SHOWN, failed, 1.0)
 
     monkeypatch.setattr(runs, "run", run)
-    assert runs.main(["--check", "0.15.3"]) == 0
-    assert runs.main(["--check", "0.15.3", "0.16.1"]) == 1
-    assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n"
-    assert len({*hands}) == 2, "each has cases of its own"
-    other = replace(SHOWN, cells=SHOWN.cells | {"flag": "native"})
-    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": other, bad: SHOWN})
-    assert runs.main(["--check", "0.15.3"]) == 1
-    assert "megatron-0.15.3: " in capsys.readouterr().out
-    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": SHOWN, bad: SHOWN})
-    monkeypatch.setattr(runs, "code_of", lambda release: release.product)
-    assert runs.main(["--check", "0.15.3", "0.16.1"]) == 1
-    assert capsys.readouterr().out == "".join(
-        f"megatron-{name}: tests/x.py::y (flag)\n" for name in ("0.15.3", "0.16.1")
-    )
+    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": SHOWN, "megatron-0.16.1": SHOWN})
     monkeypatch.setattr(runs.Shown, "write", lambda *_: None)
     monkeypatch.setattr(runs.pages, "rewrite", lambda *_: None)
-    for alone in ("--all", "--check"), ():
-        assert runs.main([*alone, "0.15.3", "0.16.1"]) == 1
-        assert capsys.readouterr().out == "megatron-0.16.1: tests/x.py::y (flag)\n", "each ran"
+    return hands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_same_code", "failed"),
+    [
+        (["--check", "0.15.3"], False, []),
+        (["--check", "0.15.3", "0.16.1"], False, ["0.16.1"]),
+        (["--check", "0.15.3", "0.16.1"], True, ["0.15.3", "0.16.1"]),  # one run stands for both
+        (["--all", "--check", "0.15.3", "0.16.1"], True, ["0.16.1"]),  # each ran
+        (["0.15.3", "0.16.1"], True, ["0.16.1"]),
+    ],
+)
+def test_a_release_whose_test_fails_makes_the_run_fail(
+    hands: list[str],
+    arguments: list[str],
+    is_same_code: bool,
+    failed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if is_same_code:
+        monkeypatch.setattr(runs, "code_of", lambda release: release.product)
+    assert runs.main(arguments) == int(bool(failed))
+    assert capsys.readouterr().out == "".join(map(FAILED.format, failed))
+    assert len({*hands}) == len(hands) or "--all" in arguments, "each has cases of its own"
+
+
+@pytest.mark.usefixtures("hands")
+def test_a_cell_that_is_another_than_the_page_has_makes_the_check_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = replace(SHOWN, cells=SHOWN.cells | {"flag": "native"})
+    monkeypatch.setattr(runs, "read", lambda: {"megatron-0.15.3": other})
+    assert runs.main(["--check", "0.15.3"]) == 1
+    assert "megatron-0.15.3: " in capsys.readouterr().out
 
 
 def test_releases_share_a_run_where_their_code_is_the_same(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 
 import npu_replay
@@ -24,7 +23,6 @@ api_page = ci_module("api_page")
 pages = ci_module("site_pages")
 release_tree = ci_module("release_tree")
 verified = ci_module("verified")
-MENU = re.findall(r"(?m)^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
 def test_the_pages_of_the_api_show_how_each_name_is_called() -> None:
@@ -33,11 +31,6 @@ def test_the_pages_of_the_api_show_how_each_name_is_called() -> None:
     for page in api_page.PAGES:
         text = page.read_text(encoding="utf-8")
         assert api_page.pages.rewritten(text, api_page.MARKS, api_page.block()) == text
-
-
-def test_every_page_is_in_the_menu_once() -> None:
-    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert sorted(MENU) == sorted({*there, *pages.OUTSIDE.values()})
 
 
 @pytest.mark.parametrize(
@@ -69,14 +62,6 @@ def test_links_become_those_of_the_site(page: str, link: str, in_the_site: str) 
 # A release
 
 ADDRESS = "https://forge.example/lab/npu_replay"
-
-
-def test_the_version_stands_in_one_place() -> None:
-    assert release_tree.version() == npu_replay.__version__
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["dynamic"] == ["version"]
-    newest = re.search(r"(?m)^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    assert newest[1] in ("Unreleased", npu_replay.__version__)
 
 
 def test_a_package_page_has_no_link_that_needs_the_repository(tmp_path: Path) -> None:

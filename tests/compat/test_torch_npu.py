@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import jobs
 import npu_device
 from npu_replay.compat import torch_npu
 
 TESTS = Path(__file__).parents[1]
 STAND_IN = TESTS / "device" / "stand_in"
-
-# ProcessGroupHCCL's map in torch_npu v2.1.0-7.2.0 to v2.7.1-7.3.0; later ones have more.
-HCCL = {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool", "bfloat16"}
 
 simulated = pytest.mark.skipif(bool(npu_device.lacking()), reason=npu_device.lacking() or "simulated NPU")
 
@@ -114,14 +110,3 @@ def test_a_fused_gating_operator_is_named_with_the_remedy(name: str) -> None:
     assert "moe_router_fusion=False" in said
     for other in ("topk", "aten.topk.default", "npu_top_k_top_p", "npu.npu_swiglu.default"):
         assert torch_npu.gating_operator(other) == ""
-
-
-# HCCL
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_collect_sends_nothing_that_hccl_lacks() -> None:
-    for sent in jobs.run_ranks("npu_device:collected", {}, 2):
-        assert set(sent) <= HCCL
-        assert "uint8" in sent

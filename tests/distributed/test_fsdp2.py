@@ -50,11 +50,6 @@ def test_fsdp_is_recorded_and_replayed_s1_s2(results: list[Found], way: str, rec
         assert found[f"{way}-{recompute}"] == dict.fromkeys(CHECKS, True)
 
 
-def test_ranks_record_their_own_tokens(results: list[Found]) -> None:
-    first, second = (found["recorded"] for found in results)
-    assert first != second
-
-
 def test_dtensor_activations_are_refused_by_name_s2(results: list[Found]) -> None:
     for found in results:
         assert "the scores are a DTensor" in found["DTensor"]
@@ -74,7 +69,7 @@ def work(task: dict[str, Any]) -> Found:
     for way in WAYS:
         kept: list[torch.Tensor] = []
         for recompute in ("kept", "recomputed"):
-            found["-".join([*way, recompute])] = _try(way, recompute, task["rank"], found, kept)
+            found["-".join([*way, recompute])] = _try(way, recompute, task["rank"], kept)
     found["DTensor"] = _try_dtensor()
     for case in FOLLOWED:
         found[case] = _follow(case, task["rank"])
@@ -99,9 +94,7 @@ def _wrapped(model: Any, precision: str, wrap: str) -> Any:
     return model
 
 
-def _try(
-    way: tuple[str, ...], recompute: str, rank: int, found: Found, kept: list[torch.Tensor]
-) -> dict[str, bool]:
+def _try(way: tuple[str, ...], recompute: str, rank: int, kept: list[torch.Tensor]) -> dict[str, bool]:
     precision, wrap, order = way
     model = qwen.make(64, layers=2).train()
     if recompute == "recomputed":
@@ -128,7 +121,6 @@ def _try(
         recorded = train()
     with npu_replay.replay(wrapped, recording.routes):
         replayed = train()
-    found["recorded"] = recording.routes[0].ids.tolist()
     foreign = random_routes([12, 12], range(2), 8, 2, seed=rank)
     with npu_replay.observe(wrapped) as seen, npu_replay.replay(wrapped, foreign):
         changed = train()

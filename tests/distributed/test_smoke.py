@@ -214,7 +214,7 @@ def one_run(store: Any, options: Options, name: str, folder: Path) -> None:
     run = smoke.Smoke(options, ["softmax"], dist.PrefixStore(name, store))
     code = run.run()
     if run.speaks:
-        found = json.loads(run.report.to_json()) | {"code": code, "heading": run.report.heading()}
+        found = json.loads(run.report.to_json()) | {"code": code}
         (folder / f"{name}.json").write_text(json.dumps(found))
 
 

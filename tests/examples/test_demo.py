@@ -21,18 +21,6 @@ def test_the_demo_overwrites_nothing_unasked(tmp_path: Path, capsys: pytest.Capt
     assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--steps", "0"], ["--steps", "x"], ["--device", "tpu"], ["--engine", "sglang"], ["--nothing"]],
-    ids=" ".join,
-)
-def test_a_wrong_option_is_refused_before_anything_runs(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "run", lambda given: pytest.fail("it ran"))
-    assert demo.main(arguments) == 2
-
-
 def test_a_demo_without_the_engine_that_was_asked_for_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""The GRPO example's server: one that is started again ends a run before an optimizer steps."""
+"""The GRPO example: a server that is started again, or is gone, ends a run before an optimizer steps; and the
+same command goes on with a run that was cut off.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import json_server
 import vllm_outputs
@@ -56,10 +59,12 @@ def test_samples_and_weights_carry_the_number_that_the_server_says(engine: Simpl
 
 
 def test_a_server_that_was_started_again_is_refused(engine: SimpleNamespace) -> None:
-    engine.versions = ["3", *["default"] * 4]
+    engine.versions = ["3", *["default"] * 4]  # and after that it breaks the connection
     with pytest.raises(ReplayError, match="the server's weights changed while it sampled"):
         engine.server.sample([SAMPLED.prompt], each=1, longest=6)
     with pytest.raises(ReplayError, match="doesn't know how often it was given weights"):
+        engine.server.load("a folder")
+    with pytest.raises(ReplayError, match="the rollout engine gave no answer"):
         engine.server.load("a folder")
 
 
@@ -72,3 +77,28 @@ def test_a_step_takes_no_samples_of_other_weights(engine: SimpleNamespace) -> No
     )
     with pytest.raises(RuntimeError, match=r"samples of weights 2 are wanted, got \{None\}"):
         importlib.import_module("loop").Grpo._step(run, 0)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_run_that_was_cut_off_goes_on_after_the_last_step_that_it_has_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(every: list[int], mine: int) -> None:
+        every[:] = [mine]
+
+    checkpoints = importlib.import_module("checkpoints")
+    alone = SimpleNamespace(
+        get_rank=lambda: 0, get_world_size=lambda: 1, all_gather_object=gather, barrier=lambda: None
+    )
+    monkeypatch.setattr(checkpoints, "dist", alone)
+    rows = tmp_path / "R3-0.jsonl"
+    model = torch.nn.Linear(2, 2)
+    assert checkpoints.load(rows, [model]) == -1
+    checkpoints.save(rows, [model], {"step": 0})
+    kept = model.weight.detach().clone()
+    model.requires_grad_(False).weight.zero_()
+    rows.write_text(rows.read_text() + '{"step": 1}\n')  # its checkpoint wasn't written
+    assert checkpoints.load(rows, [model]) == 0
+    assert torch.equal(model.weight, kept)
+    checkpoints.save(rows, [model], {"step": 1})
+    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [0, 1]

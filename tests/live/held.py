@@ -17,8 +17,8 @@ MOST_TIES = 0.005
 """Of the token-layers of a sample. DeepSeek's experts, chosen by groups, lie close: 5 of 900 were seen."""
 
 
-def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0, last: int = 1) -> int:
-    """Hold all rows from `start` on, but the `last`, against what `model` chooses behind the same experts.
+def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0) -> int:
+    """Hold all rows from `start` on, but the last, against what `model` chooses behind the same experts.
 
     Those that are left out have to be without a route. A token-layer may differ in a tie. What an engine took
     before `start` isn't known: a tie there may have fallen otherwise, and then the rest can't be judged.
@@ -29,8 +29,8 @@ def assert_right(model: Any, tokens: Any, routes: RoutedExperts, start: int = 0,
     tokens = np.asarray(tokens).tolist()
     assert len(routes) == len(tokens)
     assert routes.fingerprint == fingerprint(tokens)
-    assert routes.recorded.tolist() == [start <= row < len(tokens) - last for row in range(len(tokens))]
-    rows = slice(start, len(tokens) - last)
+    assert routes.recorded.tolist() == [start <= row < len(tokens) - 1 for row in range(len(tokens))]
+    rows = slice(start, len(tokens) - 1)
     ids = routes.ids.numpy()[rows]
     true = truth(model, tokens, ids, start)
     differ = (np.sort(ids, axis=2) != true.ids[rows]).any(axis=2)

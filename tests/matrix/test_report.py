@@ -40,10 +40,7 @@ def snapshot(came: str) -> dict[str, Any]:
     made = Path(os.environ.get("NPU_REPLAY_MATRIX_RESULT", "none")).with_suffix(f".{came}.json")
     if made.exists():
         return json.loads(made.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    found: dict[str, Any] = jobs.run(
-        "megatron_snapshot:with_npu_replay", {"came": came}, env={"NPU_REPLAY_DISABLE": "0"}
-    )
-    return found
+    return jobs.run("megatron_snapshot:with_npu_replay", {"came": came}, env={"NPU_REPLAY_DISABLE": "0"})
 
 
 def different(one: dict[str, str], other: dict[str, str]) -> set[str]:

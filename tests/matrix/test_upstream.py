@@ -106,7 +106,7 @@ def test_the_module_its_actions_and_its_list_of_all_are_upstreams(api: UpstreamA
     }
     pair = [api.new(), api.new()]
     assert api.replay.global_router_replay_instances == pair
-    api.everywhere("REPLAY_FORWARD")
+    api.replay.set_global_router_replay_action(api.action.REPLAY_FORWARD)
     assert {one.router_replay_action for one in pair} == {api.action.REPLAY_FORWARD}
     api.replay.clear_global_router_replay_action()
     assert {one.router_replay_action for one in pair} == {None}

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
 
 import npu_replay
 from npu_replay import RoutedExperts
@@ -29,14 +27,13 @@ Chosen = dict[int, list[torch.Tensor]]
 """By layer, of each call a table [rows, experts]: which experts multiplied this row."""
 
 
-def _verl() -> types.ModuleType:
+def _verl() -> None:
     module = importlib.import_module("verl.models.transformers.npu_patch")
     if hasattr(module, "apply_npu_patches"):  # from 0.9 on; before, the import is the patch
         module.apply_npu_patches()
-    return module
 
 
-def _ms_swift() -> types.ModuleType:
+def _ms_swift() -> None:
     """Its file of patches, without the packages around it, which import its whole trainer, and its logger."""
     root = find_spec("swift")
     assert root is not None
@@ -45,21 +42,18 @@ def _ms_swift() -> types.ModuleType:
         package.__path__ = [f"{root.submodule_search_locations[0]}/{name[6:].replace('.', '/')}"]  # type: ignore[index]
         package.get_logger = importlib.import_module("logging").getLogger
         sys.modules[name] = package
-    module = importlib.import_module("swift.model.npu_patch.model")
-    module.apply_patch()
-    return module
+    importlib.import_module("swift.model.npu_patch.model").apply_patch()
 
 
-def _roll() -> types.ModuleType:
+def _roll() -> None:
     """What `apply_fsdp2` does with `apply_expert_patch`, on transformers 4."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     module = importlib.import_module("roll.third_party.fsdp2.qwen3_moe_patch")
     Qwen3MoeSparseMoeBlock.forward = module.qwen3_moe_forward
-    return module
 
 
-PATCHES: dict[str, Callable[[], types.ModuleType]] = {"verl": _verl, "swift": _ms_swift, "roll": _roll}
+PATCHES: dict[str, Callable[[], None]] = {"verl": _verl, "swift": _ms_swift, "roll": _roll}
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
     assert "stubs" in torch_npu.__file__
     stock = _trained(_model("none"))
-    module = PATCHES[task["whose"]]()
+    PATCHES[task["whose"]]()
     model = _model("none")
     with witnessed(model, task["whose"]) as own:
         plain = _trained(model)
@@ -76,8 +70,6 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"from stock": max(far), "block": model.model.layers[0].mlp.forward.__module__}
     for checkpoint in CHECKPOINTS:
         found[checkpoint] = _recorded_and_replayed(_model(checkpoint), task["whose"], own, plain)
-    if transformers.__version__ < "5":  # in 5 the top-k isn't the block's
-        found["shifted"] = [_shifted(module, npu_replay.record), _shifted(module, _foreign_replay)]
     return found
 
 
@@ -153,41 +145,15 @@ def _foreign() -> list[RoutedExperts]:
     ]
 
 
-def _foreign_replay(model: nn.Module) -> Any:
-    return npu_replay.replay(model, _foreign())
-
-
-class _Shifting:
-    """torch for one module, whose top-k gives the ids of the experts beside."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def topk(self, *args: Any, **kwargs: Any) -> Any:
-        values, ids = torch.topk(*args, **kwargs)
-        return values, (ids + 1) % EXPERTS
-
-
-def _shifted(module: Any, block: Callable[[nn.Module], Any]) -> str:
-    """What is said where a block goes on with other ids than its top-k gave."""
-    module.torch = _Shifting()
-    model = _model("none")
-    try:
-        with block(model):
-            _trained(model)
-    except npu_replay.NoEffect as error:
-        return str(error)
-    finally:
-        module.torch = torch
-    return ""
-
-
 # What the experts multiply
 
 
 @contextmanager
 def witnessed(model: Any, whose: str) -> Iterator[Chosen]:
-    """Which rows of each block's input come to which expert: the first product of each call."""
+    """Which rows of each block's input come to which expert: the first product of each call.
+
+    The model keeps the hooks.
+    """
     import torch_npu
 
     seen: Chosen = {layer: [] for layer in range(LAYERS)}
@@ -212,13 +178,10 @@ def witnessed(model: Any, whose: str) -> Iterator[Chosen]:
             now.clear()
         return native(x, weight, **kwargs)
 
-    handles = []
     for layer, decoder in enumerate(model.model.layers):
-        handles.append(decoder.mlp.register_forward_pre_hook(lambda _, args, n=layer: begins(n, args[0])))
+        decoder.mlp.register_forward_pre_hook(lambda _, args, n=layer: begins(n, args[0]))
         for n, expert in enumerate(decoder.mlp.experts if whose == "roll" else []):
-            handles.append(expert.register_forward_pre_hook(lambda _, args, n=n: takes(n, args[0])))
+            expert.register_forward_pre_hook(lambda _, args, n=n: takes(n, args[0]))
     torch_npu.npu_grouped_matmul = product
     yield seen
     torch_npu.npu_grouped_matmul = native
-    for handle in handles:
-        handle.remove()

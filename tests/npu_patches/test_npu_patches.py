@@ -22,13 +22,12 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
         pytest.skip(f"no {request.param} on the path: ci/verl.sh puts verl and ms-swift there")
     if request.param == "roll" and transformers.__version__ >= "5":
         pytest.skip("ROLL changes the block of transformers 4 alone")
-    answer: dict[str, Any] = jobs.run(
+    return jobs.run(
         "npu_patches.job:run",
         {"whose": request.param},
         path=[STUBS],
         env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
-    return answer
 
 
 def test_the_stand_ins_compute_what_the_stock_block_does(found: dict[str, Any]) -> None:
@@ -48,9 +47,3 @@ def test_experts_multiply_the_rows_that_are_recorded_and_those_of_the_routes(
         "own choice is other": LAYERS * BATCHES,
         "calls": LAYERS * BATCHES * passes,
     }
-
-
-@pytest.mark.skipif(transformers.__version__ >= "5", reason="in 5 the router's output is the witness")
-def test_ids_that_are_shifted_on_their_way_are_an_error(found: dict[str, Any]) -> None:
-    for message in found["shifted"]:
-        assert "goes on with other experts than its top-k gave" in message

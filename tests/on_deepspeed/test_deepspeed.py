@@ -41,7 +41,6 @@ def main(task: dict[str, Any]) -> dict[str, str]:
     os.environ.update(LOCAL_RANK=str(task["rank"]), LOCAL_SIZE=str(task["world"]))
     # It would compile its operator of shared memory, for a minute; without it all goes over gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     problems = {}
     for name, case in CASES.items():

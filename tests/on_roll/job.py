@@ -179,8 +179,7 @@ class Actor:
         return answer
 
     def update(self, batch: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self.worker.train_step(self._dispatched(batch)).meta_info["metrics"]
-        return found
+        return self.worker.train_step(self._dispatched(batch)).meta_info["metrics"]
 
 
 class Ref:

@@ -88,10 +88,7 @@ class Actor:
         method["fill_routing_replay"](actor, [iterator], [len(self.batches)], data)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(
-            input_ids=tokens, labels=tokens, **megatron_model.causal(tokens)
-        ).mean()
-        return found
+        return self.model(input_ids=tokens, labels=tokens, **megatron_model.causal(tokens)).mean()
 
     def log_probs(self, stage: str) -> None:
         """slime's compute_log_prob, in the stage that train_actor sets for it."""
@@ -100,14 +97,12 @@ class Actor:
             for tokens in self.batches:
                 self.loss(tokens)
 
-    def update(self, stage: str = "replay_backward") -> None:
+    def update(self) -> None:
         """slime's train: its forward step goes to replay_forward and back; backward follows each forward."""
-        os.environ[STAGE] = stage
         for tokens in self.batches:
-            before = stage
-            os.environ[STAGE] = "replay_forward" if stage == "replay_backward" else stage
+            os.environ[STAGE] = "replay_forward"
             loss = self.loss(tokens)
-            os.environ[STAGE] = before
+            os.environ[STAGE] = "replay_backward"
             loss.backward()
 
     def witnessed(self) -> AbstractContextManager[Maps]:

@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    answer: dict[str, Any] = jobs.run("on_slime.job:main", {})
-    return answer
+    return jobs.run("on_slime.job:main", {})
 
 
 def test_each_router_has_slimes_queue_which_is_asked_once_a_call_and_no_hook_of_slimes(

@@ -7,10 +7,12 @@ can't come out right by way of a kernel that isn't there. The few that layers do
 from __future__ import annotations
 
 import importlib.machinery
+import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,21 +23,8 @@ PRODUCTS = ("torch_npu", "torchair", "npugraph_ex", "acl", "mooncake", "memcache
 BESIDE = ("ijson", "mistral_common", "compressed_tensors", "torchvision", "scipy", "numba", "diskcache")
 # vLLM has a triton of its own where there is none, without this.
 MODULES = ("triton.runtime", "vllm_ascend.patch.worker.patch_npugraph_ex_triton")
-FACTORIES = (
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "tensor",
-    "arange",
-    "rand",
-    "randn",
-    "empty_like",
-    "zeros_like",
-)
-
-
-_get_backend = torch.distributed.ProcessGroup._get_backend
+LENT = Path(__file__).parents[1] / "stubs" / "torch_npu" / "on_cpu.py"
+"""What an NPU does and a CPU doesn't, of the stub of torch_npu, which computes and isn't on the path here."""
 
 
 class Absent:
@@ -103,7 +92,9 @@ def stand_in(device: str) -> None:
     # transformers asks once, and would take the stand-in for the real one.
     transformers.utils.is_torchvision_available()
     sys.meta_path.insert(0, _Finder())
-    torch.utils.rename_privateuse1_backend("npu")
+    lent = runpy.run_path(str(LENT))
+    lent["lend_devices"]()
+    lent["lend_groups"]()  # MC2 asks for a group's name for HCCL
     torch.npu = _AbsentModule("torch.npu")
     torch.npu.Event = torch.npu.ExternalEvent = torch.npu.Stream = Absent
     torch.npu.is_available = lambda: False
@@ -113,12 +104,7 @@ def stand_in(device: str) -> None:
     sys.modules["torch.npu"] = torch.npu
     torch.version.cann = None
     torch.distributed.is_hccl_available = lambda: False
-    torch.distributed.ProcessGroup._get_backend = _backend
     torch._C._get_accelerator = lambda *_: torch.device("cpu")
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.to = _on_cpu(torch.Tensor.to)
-    torch.Tensor.npu = lambda tensor, *_, **__: tensor
     _stand_in_for_the_platform()
 
 
@@ -136,27 +122,3 @@ def _stand_in_for_the_platform() -> None:
     from vllm_ascend.platform import NPUPlatform
 
     vllm.platforms._current_platform = NPUPlatform()
-
-
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """device="npu" can be written, though no tensor can lie there."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("cpu" if _is_npu(value) else value for value in args)
-        device = kwargs.get("device")
-        if _is_npu(device) or type(device) is int:
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-    return called
-
-
-def _backend(group: Any, device: torch.device) -> Any:
-    """What MC2 asks of a group is its name for HCCL."""
-    if device.type == "npu":
-        return SimpleNamespace(get_hccl_comm_name=lambda rank: "no HCCL")
-    return _get_backend(group, device)
-
-
-def _is_npu(value: object) -> bool:
-    return isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "npu"

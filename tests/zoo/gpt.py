@@ -54,11 +54,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared_expert": {"moe_shared_expert_intermediate_size": 32},
 }
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE: dict[str, dict[str, Any]] = {
-    "full": FULL,
-    "full_two_layers": FULL | {"recompute_num_layers": 2},
-    "block": FULL | {"recompute_method": "block", "recompute_num_layers": 2},
+    "full": megatron_model.FULL_RECOMPUTE,
+    "full_two_layers": megatron_model.FULL_RECOMPUTE | {"recompute_num_layers": 2},
+    "block": megatron_model.FULL_RECOMPUTE | {"recompute_method": "block", "recompute_num_layers": 2},
     "selective_moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "selective_attention_and_moe": {
         "recompute_granularity": "selective",

@@ -41,11 +41,11 @@ def save_model(folder: str, *, dense: bool = False, **changes: Any) -> str:
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:
     """By decoder layer."""
-    found = {}
-    for name, module in model.named_modules():
-        if name.endswith("mlp.gate") and hasattr(module, "weight"):
-            found[int(name.split("layers.")[1].split(".")[0])] = module
-    return found
+    return {
+        int(name.split("layers.")[1].split(".")[0]): module
+        for name, module in model.named_modules()
+        if name.endswith("mlp.gate") and hasattr(module, "weight")
+    }
 
 
 def block_of(model: nn.Module, router: nn.Module) -> nn.Module:
@@ -168,11 +168,12 @@ def columns_of(layers: int) -> list[int]:
 
 def share_of_others(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> float:
     """In how many of a rank's token-layers another set of experts was chosen than in R2's routes."""
-    others = []
-    for call in calls:
-        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True):
-            if token:
-                others.append(sorted(ids) != sorted(known[token][LABELS.index(call.layer)].tolist()))
+    others = [
+        sorted(ids) != sorted(known[token][LABELS.index(call.layer)].tolist())
+        for call in calls
+        for token, ids in zip(call.tokens.tolist(), call.ids.tolist(), strict=True)
+        if token
+    ]
     return sum(others) / len(others)
 
 

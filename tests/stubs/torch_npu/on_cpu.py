@@ -99,7 +99,8 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         args = tuple("cpu" if _is_accelerator(value) else value for value in args)
-        if _is_accelerator(kwargs.get("device")):
+        device = kwargs.get("device")
+        if _is_accelerator(device) or type(device) is int:
             kwargs["device"] = "cpu"
         return function(*args, **kwargs)
 
