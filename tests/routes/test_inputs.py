@@ -483,6 +483,7 @@ def test_the_digest_is_pinned() -> None:
     assert int(digest(torch.arange(4))) == 8252061437
     assert int(digest(torch.arange(4.0).bfloat16())) == 74002465773312
     assert int(digest(torch.empty(0, 7))) == 0
+    assert int(digest(torch.arange(2**18))) == 1841630568309627756, "every fifth counts: an odd step meets all columns"
 
 
 def test_numbers_that_are_not_finite_have_a_digest() -> None:
