@@ -145,7 +145,8 @@ def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str) -> None:
 def test_parts_are_together_what_each_of_them_is(marks: tuple[bool | None, ...]) -> None:
     """Constant layers are right where they are in all; who chose is as for the part that is judged most."""
     wholes = [
-        favourite(constant_layers_ok=bool(mark), from_engine=mark, made_at=at) for at, mark in enumerate(marks)
+        favourite(constant_layers_ok=bool(mark), from_engine=mark, made_at=at)
+        for at, mark in enumerate(marks)
     ]
     parts = [one.only([layer]) for one, layer in zip(wholes, LAYERS, strict=True)]
     chosen = True if True in marks else None if None in marks else False

@@ -165,7 +165,9 @@ def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_toget
         run(model, [random(40, seed=seed) for seed in range(3)], *few)
 
 
-def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
+def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = ToyModel()
     inputs = [hidden(40), hidden(3 * RUN, seed=1)]
     before, right = own(model, *inputs)
@@ -173,6 +175,10 @@ def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
     ids[2 * RUN :] = random(RUN).ids
     with pytest.raises(MicroBatchError, match=rf"micro-batch 1, rows 12. to {3 * RUN - 1}: .*{FAR}"):
         run(model, [before, of_engine(ids, right)], *inputs)
+    seen: list[Judged] = []
+    monkeypatch.setattr(own_choice, "judge", lambda rows, **_: seen.append(rows))
+    run(model, [before, right], *inputs)
+    assert seen[0].starts.tolist() == [0, 40], "no shift is looked for across the two"
 
 
 def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> None:
