@@ -336,6 +336,7 @@ UNDONE: dict[str, Select] = {
     "two masks": after(lambda scores, out: scores.masked_fill(out, 0.0).masked_fill(GROUPS == 3, 0.0)),
     "of a view": after(of_a_view),
     "another tensor's": after_another_mask,
+    "all but its k": after(lambda scores, out: scores.masked_fill(torch.arange(EXPERTS) >= TOPK, 0.0)),
 }
 
 
