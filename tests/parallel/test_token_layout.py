@@ -466,3 +466,4 @@ def test_a_layout_keeps_its_own_rows_takes_any_whole_numbers_and_says_what_it_ho
     layout = TokenLayout.padded([3, 4], parallel=rank, fingerprints=[1, 2])
     said = f"TokenLayout(4 rows, 3 of the 7 tokens of 2 sequences, with fingerprints, {rank!r})"
     assert repr(layout) == said
+    assert layout.fed.tolist() == [0, 1, 2, -1, 3, 4, 5, 6], "the model of each rank is called with all of it"
