@@ -155,8 +155,8 @@ def test_a_token_without_a_route_in_one_stages_layers_has_none() -> None:
         random_routes([3], (layer,), 8, 2, seed=0, recorded=torch.arange(3) != layer) for layer in range(2)
     )
     stages, layout, group = [first, second], TokenLayout.packed([3]), Group(0, 1)
-    (found,), _ = of_each(lambda rank: npu_replay.collect([stages[rank]], [layout], [Rank(group, rank)]), 2)
-    assert found.recorded.tolist() == [False, False, True]
+    (whole,), _ = of_each(lambda rank: npu_replay.collect([stages[rank]], [layout], [Rank(group, rank)]), 2)
+    assert whole.recorded.tolist() == [False, False, True]
 
 
 def test_ranks_get_what_they_lack_from_the_first_that_holds_it() -> None:

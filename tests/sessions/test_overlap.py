@@ -262,7 +262,7 @@ def test_each_chunk_is_judged_by_itself() -> None:
         for rows in inputs:
             chunks[0](rows), chunks[1](rows)
     others = random(RUN // 4).ids[:, 1]
-    wrong = [of_engine(torch.stack([one.ids[:, 0], others], 1), one) for one in recording.routes]
+    wrong = [of_engine(torch.stack([right.ids[:, 0], others], 1), right) for right in recording.routes]
     with pytest.raises(MicroBatchError, match=f"micro-batch 3, chunk 1, layer 1: .*{FAR}"):  # noqa: SIM117
         with npu_replay.replay(chunks, wrong):
             for rows in inputs:

@@ -181,7 +181,7 @@ def test_a_top_k_over_tokens_or_of_written_scores_is_not_taken_for_the_routing_a
         ToyModel(ToyRouter(select=select)), [RoutedExperts(ids=ids, layers=[0], num_experts=EXPERTS)]
     ) as session:
         session.chunks[0](tokens(rows=EXPERTS))
-    assert [torch.equal(found, scores.topk(TOPK)[1]) for scores, found in figures] == [True, True]
+    assert [torch.equal(ids, scores.topk(TOPK)[1]) for scores, ids in figures] == [True, True]
 
 
 @pytest.mark.parametrize("first", [False, True])
