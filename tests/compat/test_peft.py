@@ -128,10 +128,11 @@ def test_a_reference_pass_by_the_same_module_leaves_no_trace(way: str) -> None:
     assert updates == recorded
 
 
-def test_adapters_of_each_sample_are_another_variant() -> None:
+@pytest.mark.parametrize("inner", [False, True])
+def test_adapters_of_each_sample_are_another_variant(inner: bool) -> None:
     whole = policy().eval()
     call = fed()
-    with npu_replay.follow(whole.get_base_model(), eval_mode=True) as following:
+    with npu_replay.follow(whole.get_base_model() if inner else whole, eval_mode=True) as following:
         recorded = chosen(whole, call)
         other = chosen(whole, call | {"adapter_names": ["__base__"] * 3})
         assert following.metrics()["recorded"] == 3

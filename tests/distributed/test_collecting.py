@@ -84,6 +84,7 @@ def test_what_is_sent_and_held(results: Results) -> None:
         ("other rows", "micro-batch 1: the routes have another number of rows"),
         ("too few layouts", "another number of layouts than micro-batches"),
         ("other batch", "layouts of other sequences"),
+        ("other tokens", "layouts of other sequences"),
         ("twins differ", "the same tokens and layers differently"),
         ("overlap", "recorded the same token differently"),
         ("hole", "recorded by no rank"),
@@ -354,6 +355,10 @@ def _fail(parallel: ParallelLayout, last: bool, answers: Answers) -> None:
         "other rows": (recorded, [layouts[0], every[1]] if last else layouts),
         "too few layouts": (recorded, layouts[:1] if last else layouts),
         "other batch": (recorded[:1] if last else recorded, layouts[:1] if last else layouts),
+        "other tokens": (
+            recorded,
+            [replace(layout, fingerprints=None) for layout in layouts] if last else layouts,
+        ),
         "twins differ": ([other(one, first=1) for one in mine] if last else mine, every),
         "overlap": overlap if last else (recorded, layouts),
         "hole": (mine, every) if parallel.pp_rank == 0 else (partly, half),

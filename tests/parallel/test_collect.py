@@ -150,6 +150,15 @@ def test_to_gather_and_to_collect_is_the_identity_for_any_split(
     assert torch.equal(found.ids, torch.cat([one.ids for one in whole]) * known[:, None, None])
 
 
+def test_a_token_without_a_route_in_one_stages_layers_has_none() -> None:
+    (first,), (second,) = (
+        random_routes([3], (layer,), 8, 2, seed=0, recorded=torch.arange(3) != layer) for layer in range(2)
+    )
+    stages, layout, group = [first, second], TokenLayout.packed([3]), Group(0, 1)
+    (whole,), _ = of_each(lambda rank: npu_replay.collect([stages[rank]], [layout], [Rank(group, rank)]), 2)
+    assert whole.recorded.tolist() == [False, False, True]
+
+
 def test_ranks_get_what_they_lack_from_the_first_that_holds_it() -> None:
     left, right = random_routes([9, 4], (0, 1, 3), 300, 4, seed=0)
     held: list[dict[int, RoutedExperts]] = [{}, {7: left}, {7: right, 8: right}]

@@ -462,3 +462,6 @@ def test_a_layout_keeps_its_own_rows_and_takes_any_whole_numbers() -> None:
     layouts = [TokenLayout(rows, lengths) for lengths in (np.array([2, 1]), torch.tensor([2, 1]))]
     rows[0] = 2
     assert [(one.lengths, one.rows.tolist()) for one in layouts] == [((2, 1), [0, 1, 2])] * 2
+    rank = ParallelLayout(tp=2, tp_rank=1, sequence_parallel=True)
+    layout = TokenLayout.padded([3, 4], parallel=rank)
+    assert layout.fed.tolist() == [0, 1, 2, -1, 3, 4, 5, 6], "the model of each rank is called with all of it"

@@ -144,11 +144,14 @@ def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str) -> None:
 @pytest.mark.parametrize("marks", [(True, False), (False, True), (False, None), (None, True), (False, False)])
 def test_parts_are_together_what_each_of_them_is(marks: tuple[bool | None, ...]) -> None:
     """Constant layers are right where they are in all; who chose is as for the part that is judged most."""
-    wholes = [favourite(constant_layers_ok=bool(mark), from_engine=mark) for mark in marks]
+    wholes = [
+        favourite(constant_layers_ok=bool(mark), from_engine=mark, made_at=at)
+        for at, mark in enumerate(marks)
+    ]
     parts = [one.only([layer]) for one, layer in zip(wholes, LAYERS, strict=True)]
     chosen = True if True in marks else None if None in marks else False
     for made in (side_by_side(parts), RoutedExperts.concat(wholes)):
-        assert (made.constant_layers_ok, made.from_engine) == (False, chosen)
+        assert (made.constant_layers_ok, made.from_engine, made.made_at) == (False, chosen, 0)
 
 
 # In files, which tokens a micro-batch has comes along, too
@@ -191,7 +194,7 @@ def test_tokens_images_and_the_order_of_rows_are_in_them(form: str) -> None:
 
 
 def test_a_layout_with_gaps_and_sequences_out_of_order_comes_back() -> None:
-    fed = torch.tensor([3, 4, -1, 0, 1, 2, -1, 6, 5])
+    fed = torch.tensor([3, 4, -1, 5, 6, 1, 0, -1, 2])
     for places in (fed, fed[:0], fed[2:3]):
         read = Inputs.read(json.loads(json.dumps(Inputs(places, (3, 4), (None, 2**64 - 1)).described())))
         assert torch.equal(read.fed, places)

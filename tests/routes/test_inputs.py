@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch import nn
 import npu_replay
 from npu_replay import RoutedExperts, TokenLayout, fingerprint
 from npu_replay.errors import MicroBatchError, RouterError
-from npu_replay.routes import input_check
+from npu_replay.routes import host_copies, input_check
+from npu_replay.routes.host_copies import HostCopy
 from npu_replay.routes.inputs import digest
 from npu_replay.sessions import own_choice
 from zoo.outcome import random_routes
@@ -468,6 +470,25 @@ def test_the_inputs_of_a_list_of_chunks_are_those_of_its_first() -> None:
         run(2, 1)
 
 
+# Copies
+
+
+def test_a_copy_is_there_when_every_device_has_sent_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices write after the host has asked for it; until then the room holds what was there before."""
+    room = torch.zeros(2)
+    passed = [True, False]
+    event = lambda device: SimpleNamespace(  # noqa: E731
+        record=bool, query=lambda: passed[device], synchronize=lambda: room[device].fill_(1)
+    )
+    monkeypatch.setattr(torch, "Event", event)
+    monkeypatch.setattr(host_copies, "_sent", lambda tensor: room[tensor.device])
+    copy = HostCopy([SimpleNamespace(device=device, is_cpu=False) for device in range(2)])
+    assert not copy.has_come()
+    passed[1] = True
+    assert copy.has_come()
+    assert copy.read() == [1, 1]
+
+
 # The digest
 
 
@@ -477,6 +498,7 @@ def test_the_digest_is_pinned() -> None:
     assert int(digest(torch.arange(4))) == 8252061437
     assert int(digest(torch.arange(4.0).bfloat16())) == 74002465773312
     assert int(digest(torch.empty(0, 7))) == 0
+    assert int(digest(torch.arange(2**18))) == 1841630568309627756, "odd steps meet all columns"
 
 
 def test_numbers_that_are_not_finite_have_a_digest() -> None:

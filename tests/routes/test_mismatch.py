@@ -24,6 +24,8 @@ def test_the_order_of_experts_does_not_count_but_the_set_does() -> None:
     assert (found.differing, found.token_layers) == (4, 8)
     assert (found.router_mismatch, found.token_mismatch) == (0.5, 0.75)
     assert found.layer_mismatch == {0: 0.5, 1: 0.5}
+    lost = routes(A[2:]).with_known(shown=torch.full((2, 2, 2), -1, dtype=torch.int16))
+    assert npu_replay.compare([routes(A[:2]), lost], routes(A)).differing == 4, "seen in one alone"
 
 
 def test_only_rows_recorded_on_both_sides_and_common_layers_count() -> None:

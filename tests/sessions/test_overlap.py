@@ -159,7 +159,9 @@ def test_below_64_rows_nothing_is_said_and_several_micro_batches_are_taken_toget
         run(model, [random(40, seed=seed) for seed in range(3)], *few)
 
 
-def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
+def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = ToyModel()
     inputs = [tokens(rows=40), tokens(1, 3 * RUN)]
     before, right = own(model, *inputs)
@@ -167,6 +169,10 @@ def test_rows_are_named_within_the_micro_batch_that_brings_them_to_64() -> None:
     ids[2 * RUN :] = random(RUN).ids
     with pytest.raises(MicroBatchError, match=rf"micro-batch 1, rows 12. to {3 * RUN - 1}: .*{FAR}"):
         run(model, [before, of_engine(ids, right)], *inputs)
+    seen: list[Judged] = []
+    monkeypatch.setattr(own_choice, "judge", lambda rows, **_: seen.append(rows))
+    run(model, [before, right], *inputs)
+    assert seen[0].starts.tolist() == [0, 40], "no shift is looked for across the two"
 
 
 def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> None:
@@ -205,7 +211,7 @@ def test_after_an_update_rows_are_refused_only_for_a_shift_until_the_next_pass_w
         run(model, [right], inputs, min_overlap=0.5)  # a limit of the caller's own stays
     (now,) = own(model, inputs)
     with pytest.raises(MicroBatchError, match=r"moved by \+3"):
-        run(model, [of_engine(now.ids.roll(-3, 0), now)], inputs)
+        run(model, [of_engine(now.ids.roll(-3, 0), now).with_known(made_at=right.made_at)], inputs)
     with pytest.raises(MicroBatchError, match=FAR), torch.no_grad(), npu_replay.replay(model, [right]):
         model(inputs)
     with pytest.raises(MicroBatchError, match=FAR):  # judged by these weights from here on
@@ -245,15 +251,16 @@ def test_one_token_repeated_is_right_and_another_ones_rows_are_wrong() -> None:
 def test_each_chunk_is_judged_by_itself() -> None:
     """The routers of one chunk that are right say nothing for those of another."""
     chunks = [ToyModel(ToyRouter(0)), ToyModel(ToyRouter(1))]
-    inputs = tokens(rows=RUN)
+    inputs = [tokens(seed, RUN // 4) for seed in range(5)]
     with npu_replay.record(chunks) as recording:
-        for chunk in chunks:
-            chunk(inputs)
-    right = recording.routes[0]
-    wrong = of_engine(torch.stack([right.ids[:, 0], random(RUN).ids[:, 1]], 1), right)
-    replay = npu_replay.replay(chunks, [wrong])
-    with pytest.raises(MicroBatchError, match=f"micro-batch 0, chunk 1, layer 1: {FAR[:3]}|chunk 1"), replay:
-        chunks[0](inputs), chunks[1](inputs)
+        for rows in inputs:
+            chunks[0](rows), chunks[1](rows)
+    others = random(RUN // 4).ids[:, 1]
+    wrong = [of_engine(torch.stack([right.ids[:, 0], others], 1), right) for right in recording.routes]
+    with pytest.raises(MicroBatchError, match=f"micro-batch 3, chunk 1, layer 1: .*{FAR}"):  # noqa: SIM117
+        with npu_replay.replay(chunks, wrong):
+            for rows in inputs:
+                chunks[0](rows), chunks[1](rows)
 
 
 def moved(samples: list[RoutedExperts]) -> list[RoutedExperts]:

@@ -214,7 +214,7 @@ def test_what_raised_and_is_tried_again_counts_once(loop: str, at: int, kind: ty
         assert (wanted["replayed"], wanted["bytes"]) == (3, MICRO_BATCHES * 3 * ROWS * TOPK)
 
 
-def test_a_row_that_dropped_an_expert_cannot_be_replayed() -> None:
+def test_a_row_that_dropped_an_expert_or_shows_too_many_cannot_be_replayed() -> None:
     dropping = model()
     with torch.no_grad(), npu_replay.observe(dropping) as seen:
         dropping(tokens(0, ROWS))
@@ -222,6 +222,10 @@ def test_a_row_that_dropped_an_expert_cannot_be_replayed() -> None:
     lost = (observed.shown < 0).any(dim=2).any(dim=1)
     assert lost.any()
     assert torch.equal(observed.recorded, ~lost)
+    broad = ToyModel(ToyRouter(select=lambda router, scores: torch.topk(scores, router.topk + 1)))
+    with torch.no_grad(), npu_replay.observe(broad) as seen:
+        broad(tokens(0, ROWS))
+    assert not seen.shown[0].recorded.any()
 
 
 def wrongly(router: ToyRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -164,13 +164,16 @@ def test_a_top_k_of_the_same_scores_again_has_values_of_its_own(select: Select) 
     check(select, masks=select is again_in_groups)
 
 
-def test_a_top_k_over_tokens_is_not_taken_for_the_routing_again() -> None:
-    """Where a micro-batch has as many tokens as experts."""
+def test_a_top_k_over_tokens_or_of_written_scores_is_not_taken_for_the_routing_again() -> None:
+    """Where a micro-batch has as many tokens as experts; and where the chosen are left out in place."""
     figures: list[tuple[Scores, torch.Tensor]] = []
 
     def select(router: ToyRouter, scores: Scores) -> Pair:
         chosen = torch.topk(scores, router.topk)
-        figures.append((scores.detach().t(), torch.topk(scores.t(), router.topk)[1]))
+        left = scores.detach()
+        figures.append((left.t().clone(), torch.topk(scores.t(), router.topk)[1]))
+        left.scatter_(1, chosen[1], -1.0)
+        figures.append((left.clone(), torch.topk(left, router.topk)[1]))
         return chosen
 
     ids = torch.arange(TOPK).expand(EXPERTS, 1, TOPK)
@@ -178,8 +181,7 @@ def test_a_top_k_over_tokens_is_not_taken_for_the_routing_again() -> None:
         ToyModel(ToyRouter(select=select)), [RoutedExperts(ids=ids, layers=[0], num_experts=EXPERTS)]
     ) as session:
         session.chunks[0](tokens(rows=EXPERTS))
-    scores, found = figures[0]
-    assert torch.equal(found, scores.topk(TOPK)[1])
+    assert [torch.equal(ids, scores.topk(TOPK)[1]) for scores, ids in figures] == [True, True]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -334,6 +336,7 @@ UNDONE: dict[str, Select] = {
     "two masks": after(lambda scores, out: scores.masked_fill(out, 0.0).masked_fill(GROUPS == 3, 0.0)),
     "of a view": after(of_a_view),
     "another tensor's": after_another_mask,
+    "all but its k": after(lambda scores, out: scores.masked_fill(torch.arange(EXPERTS) >= TOPK, 0.0)),
 }
 
 
