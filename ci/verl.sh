@@ -36,11 +36,13 @@ tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # two workers share the cores
 export NPU_REPLAY_NEEDED=1
 status=0
+workers=${NPU_REPLAY_WORKERS:-2}
+if [[ $workers == 1 ]]; then workers=0; fi # as in ci/test.sh
 
 # run_with MEGATRON VERL MARKERS ARGUMENT ...
 run_with() {
     try "pytest with verl $2 on megatron-core $1" \
-        with_releases "megatron/$1 verl/$2" python -m pytest -n "${NPU_REPLAY_WORKERS:-2}" --dist loadfile -rs -m "$3" "${@:4}"
+        with_releases "megatron/$1 verl/$2" python -m pytest -n "$workers" --dist loadfile -rs -m "$3" "${@:4}"
 }
 
 quick="not long"

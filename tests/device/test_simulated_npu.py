@@ -5,15 +5,13 @@ test_core.py runs there in test_device_sh.py. What such a device can't do is lis
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+import jobs
 import npu_device
 from choice import WHOLE
 from npu_replay import devices
@@ -34,34 +32,24 @@ LEAST = {
 """How many tests of each file have to run."""
 
 
-def environment() -> dict[str, str]:
-    paths = [str(HERE / "stand_in"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 @pytest.mark.megatron
 @pytest.mark.first_release
 @pytest.mark.timeout(900)
 def test_the_accelerators_tests_pass_there(tmp_path: Path) -> None:
     results = tmp_path / "results.xml"
     marks = "accelerator" if WHOLE else "accelerator and not long"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={results}"]
-    done = subprocess.run(
-        [*command, "-p", "no:xdist", "-p", "no:cacheprovider", *(str(HERE / f"{name}.py") for name in LEAST)],
-        cwd=HERE.parent.parent,
-        env=environment(),
-        text=True,
-        capture_output=True,
-        check=False,
+    arguments = ["-q", "-m", marks, f"--junitxml={results}", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    (done,) = jobs.start(
+        "jobs:tests",
+        {"arguments": [*arguments, *(str(HERE / f"{name}.py") for name in LEAST)]},
+        env={"TORCHDYNAMO_DISABLE": "1"},
+        path=[HERE / "stand_in"],
+        timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert (done.code, done.answer) == (0, 0), done.output
     cases = ElementTree.parse(results).getroot().iter("testcase")
     ran = Counter(
         case.attrib["classname"].rpartition(".")[2] for case in cases if case.find("skipped") is None
     )
     for name, least in LEAST.items():
-        assert ran[name] >= least, "tests were skipped there:\n" + done.stdout[-3000:]
+        assert ran[name] >= least, "tests were skipped there:\n" + done.output[-3000:]

@@ -124,9 +124,11 @@ def missing(case: Case) -> str:
 
 
 def reference(task: dict[str, Any]) -> None:
-    """What a job of one process finds, for each moe_layer_freq or pattern, whose stages don't matter."""
+    """What a job of one process finds, for each moe_layer_freq or pattern of "cases"; stages don't matter."""
     dist.init_process_group("gloo")
-    known = {(case.moe, hybrid.symbols(case.pattern)) for cases in SPLITS.values() for case in cases.values()}
+    known = {
+        (case.moe, hybrid.symbols(case.pattern)) for case in (CASES[name].args[0] for name in task["cases"])
+    }
     with npu_replay.compat.cpu.lend():
         for moe, pattern in known:
             if not (pattern and hybrid.missing(pattern)):

@@ -32,10 +32,15 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process alone finds."""
+def references(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process alone finds, for the cases that were selected."""
     folder = tmp_path_factory.mktemp("references")
-    jobs.run("distributed.parallel_cases:reference", {"references": str(folder)})
+    asked = [
+        item.callspec.params["case"]  # type: ignore[attr-defined]
+        for item in request.session.items
+        if item.path == request.path
+    ]
+    jobs.run("distributed.parallel_cases:reference", {"references": str(folder), "cases": asked})
     return folder
 
 
