@@ -118,8 +118,6 @@ def admit(
         _log.warning("%s. They are left without a route", error)
         there[copied] = 0
         known[copied] = False
-        # A layer may vary by its copies alone, so the rows that are left are looked at again.
-        refuse(Symptom.CONSTANT_LAYER, checks.find_constant(there, known, experts, mine, model.layers))
     return RoutedExperts.of_checked(
         ids=torch.from_numpy(room),
         layers=model.layers,

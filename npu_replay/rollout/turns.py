@@ -102,8 +102,6 @@ class Rows:
             taken &= ~self.sampled_from[:there] & (~self.recorded[:there] | others.sampled_from)
         places = taken.nonzero()[0]
         if len(places):
-            # Rows of a wider dtype widen the array, so that no id is cut.
-            self.ids = self.ids.astype(np.result_type(self.ids, others.ids), copy=False)
             self.ids[places] = others.ids[places]
             self.versions[places] = others.versions[places]
         self.recorded[:there] |= taken
