@@ -150,7 +150,8 @@ from torch import nn
 class MoEGate(nn.Module):
     def __init__(self):
         super().__init__()
-        self.top_k, self.n_routed_experts = 2, 8
+        # LongCat's have experts that compute nothing, which the first number leaves out
+        self.top_k, self.num_experts, self.n_routed_experts = 2, 6, 8
         self.weight = nn.Parameter(torch.randn(8, 16))
 
     def forward(self, hidden):

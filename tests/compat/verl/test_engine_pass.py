@@ -62,6 +62,17 @@ def test_an_engine_that_acts_by_itself_does_so_in_marked_passes_alone(flagged: b
             engine.module[0](tokens(0))
 
 
+def test_an_update_counts_the_time_of_the_passes_before_it_once() -> None:
+    engine = Engine()
+    adapter = EngineAdapter(engine)
+    for trains in (False, True):
+        with EnginePass().entered(), torch.no_grad():
+            current().set(RECORD)
+            with EnginePass(adapter, trains=trains).entered():
+                engine.module[0](tokens(0))
+        assert bool(adapter.microseconds) == (not trains)
+
+
 def test_rows_of_a_refused_sample_are_no_row_of_any_model() -> None:
     models = ((1, 256, np.uint8), (1, 512, np.int16), (8, 64, np.uint8), (8, 256, np.uint8))
     for topk, experts, dtype in models:
