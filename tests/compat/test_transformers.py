@@ -138,6 +138,8 @@ def test_a_stage_that_counts_its_layers_anew_has_the_labels_of_the_whole_model(f
     holder.layers = nn.ModuleList(list(holder.layers)[1:])
     labels = [router.label for router in (first, *others) if router.label > 0]
     assert [router.label for router in routers.find([model])[0]] == labels
+    model.config.num_hidden_layers = 2  # a pruned model, whose list has all layers
+    assert [router.label for router in routers.find([model])[0]] == [label - 1 for label in labels]
 
 
 # What is not a router, and what is refused
