@@ -117,6 +117,8 @@ def test_a_stage_that_counts_its_layers_anew_has_the_labels_of_the_whole_model(f
     holder.layers = nn.ModuleList(list(holder.layers)[1:])
     labels = [router.label for router in (first, *others) if router.label > 0]
     assert [router.label for router in routers.find([model])[0]] == labels
+    model.config.num_hidden_layers = 2  # a pruned model, whose list has all layers
+    assert [router.label for router in routers.find([model])[0]] == [label - 1 for label in labels]
 
 
 # What is not a router, and what is refused
@@ -129,7 +131,8 @@ from torch import nn
 class MoEGate(nn.Module):
     def __init__(self):
         super().__init__()
-        self.top_k, self.n_routed_experts = 2, 8
+        # LongCat's have experts that compute nothing, which the first number leaves out
+        self.top_k, self.num_experts, self.n_routed_experts = 2, 6, 8
         self.weight = nn.Parameter(torch.randn(8, 16))
 
     def forward(self, hidden):

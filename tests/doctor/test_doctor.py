@@ -375,6 +375,7 @@ def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_r
     npu_replay.uninstall()
     npu_replay.uninstall()
     assert vars(owner) == {"value": 3, "other": 1}
+    assert not patching.is_on(), "what a product's objects hold asks this"
     assert npu_replay.report().patches == ()
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "value of one types.SimpleNamespace" in warning

@@ -156,6 +156,7 @@ def _lend_queues(kind: Any) -> None:
 
 def _next(index: str) -> Any:
     def pop(self: Any) -> torch.Tensor:
+        assert (index == "backward_index") == (torch._C._current_graph_task_id() != -1), "the other queue's"
         ids: torch.Tensor = self.top_indices_list[getattr(self, index)]
         setattr(self, index, getattr(self, index) + 1)
         return ids

@@ -10,6 +10,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import nn
 
 from choice import examples
 from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts, TokenLayout
+from npu_replay.compat.megatron.parallel_state import decoder_layers
 from npu_replay.errors import ReplayError, RouterError
 from npu_replay.routers import Router, labels_of
 
@@ -145,19 +147,20 @@ def test_decoder_layers_are_counted_as_the_models_config_counts_them(
 
 
 @pytest.mark.parametrize(
-    ("pattern", "pp", "vp", "ends", "stages"),
+    ("pattern", "pp", "vp", "first", "last", "stages"),
     [
-        ("*E*E|*E*E", 2, 1, {}, [[(0, 1)], [(2, 3)]]),
-        ("*E|*E|*E|*E", 2, 2, {}, [[(0,), (2,)], [(1,), (3,)]]),
-        ("*E*|E", 2, 1, {}, [[(0,)], [(1,)]]),  # a block is where its experts are
-        ("MEM|*E-ME|", 3, 1, {}, [[(0, 1, 2)], [(3, 4, 5, 6, 7)], [()]]),
-        ("*E*E*E*E", 3, 1, {"first_stage": 2, "last_stage": 4}, [[(0,)], [(1,)], [(2, 3)]]),
+        ("*E*E|*E*E", 2, 1, None, None, [[(0, 1)], [(2, 3)]]),
+        ("*E|*E|*E|*E", 2, 2, None, None, [[(0,), (2,)], [(1,), (3,)]]),
+        ("*E*|E", 2, 1, None, None, [[(0,)], [(1,)]]),  # a block is where its experts are
+        ("MEM|*E-ME|", 3, 1, None, None, [[(0, 1, 2)], [(3, 4, 5, 6, 7)], [()]]),
+        ("*E*E*E*E", 3, 1, 4, 3, [[(0, 1)], [()], [(2, 3)]]),
     ],
 )
 def test_stages_have_the_layers_that_the_pattern_gives_them(
-    pattern: str, pp: int, vp: int, ends: dict[str, int], stages: list[list[tuple[int, ...]]]
+    pattern: str, pp: int, vp: int, first: int | None, last: int | None, stages: list[list[tuple[int, ...]]]
 ) -> None:
-    decoder = DecoderLayers.of_pattern(pattern, **ends)
+    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    decoder = decoder_layers(SimpleNamespace(**ends), pattern)
     places = [[decoder.stage(pp, vp, rank, stage) for stage in range(vp)] for rank in range(pp)]
     assert places == stages
     if "|" in pattern:

@@ -368,9 +368,11 @@ def test_modules_inside_a_router_are_none_and_its_sisters_are() -> None:
     ]
 
 
-def test_routers_of_two_kinds_come_in_the_order_of_the_modules() -> None:
+def test_routers_of_two_kinds_come_in_the_order_of_the_modules_or_of_their_layers() -> None:
     """And the router of one kind that lies inside the router of another, registered later, is none."""
     model = nn.Sequential(ToyBlock(), ToyLayer(ToyRouter()), ToyBlock())
     model[2].gate = ToyRouter()
     found = routers.find([model])[0]
     assert [(router.path, router.label) for router in found] == [("0", 0), ("1.router", 1), ("2", 2)]
+    by_label = routers.find([ToyModel(ToyRouter(layer=4), ToyRouter(layer=3))])[0]
+    assert [router.label for router in by_label] == [3, 4]

@@ -9,14 +9,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from command_line import invoke
 from npu_replay.compat.probe import _KNOWN as KNOWN
 from npu_replay.compat.probe import Product
 from npu_replay.errors import ReplayError
+from npu_replay.routes.routed_experts import RoutedExperts
+from npu_replay.smoke import checks
 from npu_replay.smoke import run as smoke
 from npu_replay.smoke.options import Options
-from npu_replay.smoke.report import FAIL
+from npu_replay.smoke.report import FAIL, Report
 
 
 @pytest.mark.parametrize(
@@ -134,3 +137,18 @@ def test_what_adapts_megatron_is_imported_in_a_jobs_order_and_its_failure_is_nam
     with pytest.raises(ReplayError, match=words):
         smoke.import_adaptors()
     assert sys.argv is arguments
+
+
+def test_nothing_tried_is_no_pass() -> None:
+    assert not Report(Options(), 1).passed
+
+
+def test_rows_that_show_too_few_experts_are_no_match() -> None:
+    ids = torch.tensor([[[0, 1]], [[2, 3]]])
+    whole, lacking = (
+        RoutedExperts(ids=ids, layers=[0], num_experts=4, recorded=torch.tensor([True, kept]))
+        for kept in (True, False)
+    )
+    assert checks._same([whole], [whole], "differ") == 2
+    with pytest.raises(checks.Wrong, match="1 rows have no route, or show fewer experts"):
+        checks._same([lacking], [whole], "differ")

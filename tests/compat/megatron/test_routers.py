@@ -17,6 +17,7 @@ import npu_replay
 from fused_kernel import FUSION
 from npu_replay import RoutedExperts
 from npu_replay.errors import NoEffect, RecomputeError, RouterError
+from npu_replay.routers import as_map
 from npu_replay.seam import dropped
 from npu_replay.smoke import megatron_model
 from zoo.gpt import (
@@ -257,6 +258,7 @@ def test_ids_in_the_place_of_a_map_are_read_as_ids() -> None:
     assert router.shows((torch.ones(2, 2), ids)) is ids
     routing_map = torch.eye(2, router.num_experts)
     assert torch.equal(router.shows((routing_map, routing_map)), routing_map.bool())
+    assert as_map(torch.tensor([[1, -1], [3, 2]]), 3).tolist() == [[False, True, False], [False, False, True]]
 
 
 # What goes wrong with the fused router. That it is recorded and replayed, on every release: tests/matrix

@@ -76,6 +76,10 @@ def test_a_replay_without_a_fitting_target_says_what_came(target: torch.Tensor |
         replay.get_replay_topk(SCORES, 2)
     replay.clear_indices()
     replay.set_router_replay_action(BACKWARD)
+    queued = [[[3, 2], [3, 2]], [[0, 1], [0, 1]]]
+    for rows in queued:
+        replay.set_target_indices(ids(rows))
+    assert [replay.get_replay_topk(SCORES, 2)[1].tolist() for _ in queued] == queued
     with pytest.raises(RouterError, match=r"REPLAY_BACKWARD has no ids.*more recomputes than targets"):
         replay.get_replay_topk(SCORES, 2)
 

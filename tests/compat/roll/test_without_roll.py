@@ -109,6 +109,20 @@ print(json.dumps([bound(made, None), len(asked)]))
     assert jobs.printed(worker) == ["its own", 1]
 
 
+def test_a_reference_pass_of_a_lora_actor_is_no_pass_of_ours() -> None:
+    class Strategy:
+        worker_config = config("R2")
+
+    actor = Strategy()
+    seen: list[object] = []
+
+    def forward_step(self: Strategy, batch: object) -> None:
+        seen.append(strategy.StrategyAdapter.of(self).batch)
+
+    strategy._forward_step(forward_step, actor, SimpleNamespace(meta_info={"disable_adapter": True}))
+    assert seen == [None]
+
+
 def test_another_strategy_is_refused_by_the_name_that_it_lacks() -> None:
     class FSDP2InferStrategy:
         def _fsdp2_forward(self, input_ids: object, attention_mask: object) -> None: ...

@@ -104,7 +104,7 @@ ROWS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         )
     ),
     ((*UNQUANTIZED, *ALL), {"enable_dbo": False, "ubatch_size": 1}, ""),
-    (UNQUANTIZED[:3], {"async_scheduling": True}, LATE),
+    *((UNQUANTIZED[:3], {"async_scheduling": True} | more, LATE) for more in ({}, {"capture": True})),
     ((*UNQUANTIZED[3:], "0.27.1rc1"), {"async_scheduling": True}, ""),
     ((*UNQUANTIZED, "0.27.1rc1"), {"async_scheduling": False}, ""),
     # MC2 at one tensor-parallel rank: the patch of 0.25.1 on knows its rows with several alone
