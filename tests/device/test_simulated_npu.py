@@ -25,7 +25,7 @@ REASON = npu_device.lacking() or (
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.slow]
 
 LEAST = {
-    "test_spread": 19 if WHOLE else 14,
+    "test_spread": 23 if WHOLE else 17,
     "test_transformers": 9 if WHOLE else 2,
     "test_megatron": 5 if WHOLE else 1,
 }

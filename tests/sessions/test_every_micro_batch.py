@@ -325,3 +325,26 @@ def test_hooks_that_offload_are_no_checkpoint_whatever_their_module_is_called(
             with torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
                 output = model(tokens(number).requires_grad_())
             output.sum().backward()
+
+
+class OfMore(ToyModel):
+    """Calls its router with more, as Megatron's layers with a padding_mask."""
+
+    def forward(self, hidden: torch.Tensor, more: int) -> Any:
+        return self.layers[0].router(hidden, more)[0]
+
+
+def test_more_arguments_of_a_router_reach_it_in_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[int] = []
+    original = ToyRouter.forward
+
+    def forward(self: ToyRouter, hidden: torch.Tensor, *more: int) -> Any:
+        received.extend(more)
+        return original(self, hidden)
+
+    monkeypatch.setattr(ToyRouter, "forward", forward)
+    model = OfMore(ToyRouter())
+    with npu_replay.record(model):
+        for number in range(7):
+            model(tokens(number), number)
+    assert received == [*range(7)]

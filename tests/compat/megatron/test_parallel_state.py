@@ -151,7 +151,7 @@ def test_layers_are_on_the_stages_where_megatron_puts_them(at: Callable[..., Non
 
 TABLES = [
     ("Et|tt|tL", 3, {}),
-    ("Et|tt|t|ttL", 2, {}),
+    ("Et|tt|ttt|tL", 2, {}),
     ("Et|tt|tm|L", 4, {"mtp_num_layers": 1}),
     ([["embedding", "decoder"], ["decoder"] * 3, ["decoder", "loss"]], 3, {}),
 ]
