@@ -74,6 +74,8 @@ def noted(
                 found.setdefault(note["case"], []).append(note)
         whole = [len(found.get(case, [])) == ranks and not _problems(found, case) for case in left]
         if all(whole):
+            if output:  # a rank that fails behind its last case
+                found[left[-1]].append({"problem": f"the job ended:\n{output}"})
             break
         failed = whole.index(False)
         found.setdefault(left[failed], []).append({"problem": f"the job ended:\n{output}"})

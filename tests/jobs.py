@@ -96,7 +96,7 @@ def start(
     before: str = "",
     env: Mapping[str, str | None] | None = None,
     path: Sequence[Path | str] = (),
-    timeout: float = 500,
+    timeout: float = 280,
     silence: float | None = None,
     folder: Path | None = None,
 ) -> list[Ended]:
@@ -111,7 +111,7 @@ def start(
             in the leader.
         env: variables to change in the process; None takes one away.
         path: folders that come first in sys.path, and in PYTHONPATH of its children.
-        timeout: seconds until all are killed.
+        timeout: seconds until all are killed; below pytest's own limit, which would lose what they wrote.
         silence: seconds after which they are killed when none has written to a file of its folder.
     """
     from torch.distributed import TCPStore
@@ -129,7 +129,9 @@ def start(
         try:
             why = _wait(leader, processes, files, timeout, silence)
         finally:
-            leader.terminate()  # it kills its ranks
+            leader.kill()
+            with contextlib.suppress(ProcessLookupError):  # it had no group yet, or nobody is left in it
+                os.killpg(leader.pid, signal.SIGKILL)
             leader.join()
         return [process.ended(leader, why) for process in processes]
 
@@ -175,7 +177,12 @@ class _Process:
         found = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
         file = self._folder / f"{self._rank}.output"
         output = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-        return Ended(self.name, code or (0 if answer.exists() else 1), found, output + (why if code else ""))
+        return Ended(
+            self.name,
+            code or (0 if answer.exists() else 1),
+            found,
+            output + ("" if self._ended.exists() else why),
+        )
 
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -188,36 +195,29 @@ _FORKSERVER.set_forkserver_preload(
 
 def _lead(folder: Path, ranks: int, before: str) -> None:
     """In the leader: do what comes before the ranks, fork them, and note how each of them ended."""
+    os.setsid()  # its ranks, and what they start, are killed as one group
     task = _enter(folder, 0)["task"]
     running: dict[int, int] = {}
-
-    def stop(*_: Any) -> None:
-        for process in list(running):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        os._exit(1)
-
     try:
         if before:
             _called(before, task)
         gc.freeze()  # a collection in a rank looks at what it makes, and not at all that was imported
-        sys.stdout.flush()
-        signal.signal(signal.SIGTERM, stop)
         for rank in range(ranks):
             process = os.fork()
             if process == 0:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 _work(folder, rank)
             running[process] = rank
         while running:
             process, status = os.wait()
+            if process not in running:
+                continue  # a child of what came before
             code = folder / f"{running.pop(process)}.code"
             written = code.with_suffix(".written")
             written.write_text(str(os.waitstatus_to_exitcode(status)), encoding="utf-8")
             written.rename(code)
     except BaseException:
         traceback.print_exc()
-        stop()
+        os._exit(1)
     os._exit(0)
 
 
@@ -235,7 +235,9 @@ def _wait(
     while True:
         codes = [process.code(leader) for process in processes]
         if any(codes) or None not in codes:
-            return "\nkilled: another rank had failed" if any(codes) else ""
+            return (
+                "\nkilled: another rank, or what comes before all of them, had failed" if any(codes) else ""
+            )
         now = time.monotonic()
         size = sum(file.stat().st_size for file in files.rglob("*") if file.is_file())
         if size != written:
@@ -276,6 +278,7 @@ def _enter(folder: Path, rank: int) -> dict[str, Any]:
     output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # kept when it is killed
     os.chdir(folder)
     for name, value in given["env"].items():
         if value is None:

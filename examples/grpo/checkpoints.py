@@ -19,7 +19,7 @@ def load(rows: Path, state: list[Any]) -> int:
         state: what has a state_dict, in the order in which it was saved.
 
     Returns:
-        That step, -1 where there is none.
+        The step that comes next, 0 where none was kept.
     """
     place = _place(rows)
     kept = torch.load(place, weights_only=False) if place.exists() else {"step": -1}
@@ -32,13 +32,13 @@ def load(rows: Path, state: list[Any]) -> int:
         )
     if kept["step"] < 0:
         rows.unlink(missing_ok=True)
-        return -1
+        return 0
     for part, found in zip(state, kept["state"], strict=True):
         part.load_state_dict(found)
     if not dist.get_rank():  # a row may have been written whose checkpoint wasn't
         lines = [line for line in rows.read_text().splitlines() if json.loads(line)["step"] <= kept["step"]]
         rows.write_text("".join(f"{line}\n" for line in lines))
-    return int(kept["step"])
+    return int(kept["step"]) + 1
 
 
 def save(rows: Path, state: list[Any], row: dict[str, Any]) -> None:

@@ -46,8 +46,7 @@ def main() -> None:
         road = ROADS[given.road](engine, given.rows.with_suffix(""))
         weights = given.rows.with_suffix(".weights")
         run = Grpo(policy, road, ARMS[given.arm], settings, given.seed, weights)
-        last = checkpoints.load(given.rows, run.state())
-        for row in run.steps(last + 1):
+        for row in run.steps(checkpoints.load(given.rows, run.state())):
             checkpoints.save(given.rows, run.state(), row)
     if given.server:
         dist.destroy_process_group()

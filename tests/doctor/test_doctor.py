@@ -101,6 +101,12 @@ def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
     assert found.faults == ()
     assert [*found.trials] == ["cpu", "npu"], "the NPU in another process"
     assert states(found.report)["NPU"] == "works"
+    monkeypatch.setenv("COLUMNS", "1000")
+    told = invoke("doctor")
+    assert told.exit_code == 0
+    verdict = "Replay works here: on transformers; tried with a small router, with recompute, on CPU and NPU."
+    assert verdict in told.stdout
+    assert row(told, "npu_replay").startswith(npu_replay.__version__)
     monkeypatch.setattr(self_test, "run", lambda device: "NoEffect: none")
     monkeypatch.setattr("npu_replay.seam.backward.probe", lambda: "a name is gone")
     found = doctor.diagnose()

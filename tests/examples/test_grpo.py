@@ -93,12 +93,12 @@ def test_a_run_that_was_cut_off_goes_on_after_the_last_step_that_it_has_kept(
     monkeypatch.setattr(checkpoints, "dist", alone)
     rows = tmp_path / "R3-0.jsonl"
     model = torch.nn.Linear(2, 2)
-    assert checkpoints.load(rows, [model]) == -1
+    assert checkpoints.load(rows, [model]) == 0
     checkpoints.save(rows, [model], {"step": 0})
     kept = model.weight.detach().clone()
     model.requires_grad_(False).weight.zero_()
     rows.write_text(rows.read_text() + '{"step": 1}\n')  # its checkpoint wasn't written
-    assert checkpoints.load(rows, [model]) == 0
+    assert checkpoints.load(rows, [model]) == 1
     assert torch.equal(model.weight, kept)
     checkpoints.save(rows, [model], {"step": 1})
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [0, 1]

@@ -22,7 +22,7 @@ from npu_replay.compat.megatron_backports.router_replay import is_idle
 from npu_replay.compat.verl import tensors
 from npu_replay.compat.verl.engine_adapter import EngineAdapter
 from npu_replay.compat.verl.engine_pass import EnginePass, current
-from npu_replay.errors import MicroBatchError
+from npu_replay.errors import MicroBatchError, RouterError
 from npu_replay.following.fed_sequences import fed_sequences
 from npu_replay.smoke import megatron_model
 from sessions.test_follow import packed as fed_packed
@@ -132,6 +132,17 @@ def test_nothing_is_left_when_a_pass_raises(verl: SimpleNamespace) -> None:
             raise MemoryError
         assert (current().engine, current().action) == (None, "")
     assert hooks(job.model) == 0
+
+
+def test_what_is_no_action_is_refused(verl: SimpleNamespace) -> None:
+    job = trainer()
+    with EnginePass(EngineAdapter(job)).entered():
+        with pytest.raises(RouterError, match="no action of a RouterReplay"):
+            verl.replay.set_global_router_replay_action(3)
+        verl.replay.set_global_router_replay_action(verl.actions.RECORD)
+        job.loss(job.batches[0])
+        verl.replay.clear_global_router_replay_action()
+        assert not current().action
 
 
 def test_a_pass_in_which_verl_aligns_no_routes_says_so_at_its_end(verl: SimpleNamespace) -> None:

@@ -376,3 +376,9 @@ def test_an_answer_says_its_release_itself(fingerprint: Any, given: str | None, 
     sent["choices"][0]["routed_experts"] = None
     with refused(engine, "no routes"):
         from_vllm(sent, QWEN, version=given)
+
+
+def test_a_path_that_isnt_there_has_its_flag_named() -> None:
+    """vLLM 0.30.0 and 0.31.0 answer «Not Found»; later ones name the flag themselves."""
+    with refused("Not Found", "--enable-scale-out"):
+        from_vllm({"detail": "Not Found"}, QWEN, prompt_token_ids=[1], output_token_ids=[2])
