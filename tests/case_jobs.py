@@ -68,7 +68,7 @@ def noted(
             silence=SILENCE,
             folder=folder,
         )
-        output = "\n".join(one.problem for one in ended)
+        output = "\n".join(process.problem for process in ended if process.problem)
         for file in sorted(folder.glob("rank-*.jsonl")):
             for note in map(json.loads, file.read_text().splitlines()):
                 found.setdefault(note["case"], []).append(note)
