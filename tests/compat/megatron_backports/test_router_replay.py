@@ -110,6 +110,11 @@ def test_torch_is_changed_while_a_replay_has_an_action() -> None:
     assert torch.topk is native
 
 
+def test_what_is_no_action_is_refused() -> None:
+    with pytest.raises(RouterError, match=r"no action of a RouterReplay.*RECORD, REPLAY_FORWARD"):
+        RouterReplay().set_router_replay_action(3)  # type: ignore[arg-type]
+
+
 def test_no_top_k_at_all_is_fine_without_an_action() -> None:
     """With one it is an error: test_router_init.py."""
     with asking(asked(RouterReplay())):
