@@ -18,6 +18,11 @@ setup_started=$SECONDS
 # shellcheck disable=SC2034  # for the scripts that source this
 parallel_choice="tp2-full or cp2-packed-full or ep2-full or pp2-vp2-full or hybrid-tp2-pp2-full"
 
+# The processes that pytest deals tests out to: none where there is one core, which pytest's own process takes.
+# shellcheck disable=SC2034  # for the scripts that source this
+workers=${NPU_REPLAY_WORKERS:-2}
+if [[ $workers == 1 ]]; then workers=0; fi
+
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONDONTWRITEBYTECODE # some images set it: then each process compiles all tests anew, which takes 10 s
 

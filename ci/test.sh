@@ -14,8 +14,6 @@ source ci/environment.sh
 
 tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # the workers share the cores
-workers=${NPU_REPLAY_WORKERS:-2}
-if [[ $workers == 1 ]]; then workers=0; fi # in pytest's own process: a single worker needs none that deals tests out
 later="megatron and not first_release" # what a later release runs
 status=0 runs=0
 results=$(mktemp -d)

@@ -36,8 +36,6 @@ tests_started=$SECONDS
 export OMP_NUM_THREADS=1 # two workers share the cores
 export NPU_REPLAY_NEEDED=1
 status=0
-workers=${NPU_REPLAY_WORKERS:-2}
-if [[ $workers == 1 ]]; then workers=0; fi # as in ci/test.sh
 
 # run_with MEGATRON VERL MARKERS ARGUMENT ...
 run_with() {
