@@ -45,8 +45,9 @@ NATIVE = "native"
 SHIMMED = "shimmed"
 MISSING = "missing"
 FAILS = "FAILS"
-ELSEWHERE = ("package_info.py", "dist_checkpointing/", "distributed/fsdp/src/megatron_fsdp/package_info.py")
-"""Files of megatron/core in which releases that share a run may differ: version, checkpoints on disk."""
+ELSEWHERE = ("package_info.py", "dist_checkpointing/", "distributed/fsdp/", "quantization/")
+"""Files of megatron/core in which releases that share a run may differ: the version, and what no test of the
+matrix runs."""
 STALE = "run bash ci/matrix.sh --all and commit docs/dev/matrix.md with docs/dev/matrix/"
 
 

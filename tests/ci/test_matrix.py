@@ -122,6 +122,8 @@ def test_releases_share_a_run_where_their_code_is_the_same(
             "package_info.py": version,
             "transformer/moe/router.py": "",
             "dist_checkpointing/x.py": version,
+            "distributed/fsdp/x.py": version,
+            "quantization/x.py": version,
         }.items():
             (core / name).parent.mkdir(parents=True, exist_ok=True)
             (core / name).write_text(text)

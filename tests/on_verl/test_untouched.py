@@ -29,12 +29,13 @@ OF_MEGATRON = pytest.mark.skipif(
 )
 
 
-# FSDP2's engine of older releases is wrapped in the same way: there in ci/all.sh.
+# Engines of older releases are wrapped in the same way: there in ci/all.sh.
 OF_OLDER = [pytest.mark.long] if version("verl") < "0.9" else []
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param("megatron", marks=OF_MEGATRON), pytest.param("fsdp2", marks=OF_OLDER)]
+    "engine",
+    [pytest.param("megatron", marks=[OF_MEGATRON, *OF_OLDER]), pytest.param("fsdp2", marks=OF_OLDER)],
 )
 def test_an_engine_trains_as_without_the_package(tmp_path: Path, engine: str) -> None:
     """Log-probs, gradients and weights of some steps."""
