@@ -76,19 +76,12 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def check_out(out: Path | None, *, force: bool, endings: Sequence[str] = (".json",)) -> None:
+def check_out(out: Path | None, *, force: bool) -> None:
     """Check before the work starts that `out` can be written after it; raise WrongOption if not."""
     if out is None:
         return
     if out.is_dir():
         raise WrongOption("it can't be written: a folder is there", where=str(out))
-    if out.suffix not in endings:
-        raise WrongOption(
-            "--out can't write such a file",
-            where=str(out),
-            expected=f"a name that ends in {' or '.join(endings)}",
-            got=out.suffix or "no ending",
-        )
     try:
         check_place(out, overwrite=force)
     except ReplayError as error:

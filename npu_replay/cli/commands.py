@@ -10,7 +10,6 @@ from typing import Any
 import npu_replay
 from npu_replay import environment
 from npu_replay.cli.exits import FAULT, WRONG
-from npu_replay.compat import probe
 from npu_replay.errors import ReplayError
 from npu_replay.options import Parser, WrongOption, at_least, check_out, message, write_out
 from npu_replay.screen import err
@@ -65,7 +64,7 @@ def parser() -> Parser:
         "inspect",
         _inspect,
         "Say what a file or an engine's answer holds, and whether its routes are right (else exits 1).",
-        "npu-replay inspect answer.json --config config.json --out picture.png",
+        "npu-replay inspect answer.json --config config.json",
         "npu-replay inspect routes --json",
     )
     add = inspect.add_argument
@@ -92,7 +91,7 @@ def parser() -> Parser:
     add("--output-ids", type=Path, metavar="FILE", help="The same of the sampled ids.")
     add("--start", type=at_least(0), default=0, metavar="N", help="Which token the first row is of.")
     add("--sample", metavar="KEY", help="One sample of a folder, one completion of an answer.")
-    inspect.add_report("PNG file for the picture, or .json for the findings.")
+    inspect.add_report("JSON file for what was found.")
 
     compare = _add(
         commands,
@@ -140,13 +139,13 @@ def _add(
     return reader
 
 
-def _end(options: Namespace, findings: Any, picture: Callable[[], bytes] | None = None) -> None:
-    """Print the findings, and write the file of --out: JSON, or a picture."""
+def _end(options: Namespace, findings: Any) -> None:
+    """Print the findings, and write them as JSON to the file of --out."""
     if options.json:
         print_json(findings.to_json())
     else:
         show(findings.parts())
-    write_out(options.out, picture() if picture else findings.to_json().encode(), force=options.force)
+    write_out(options.out, findings.to_json().encode(), force=options.force)
 
 
 def _doctor(options: Namespace) -> int:
@@ -162,10 +161,7 @@ def _doctor(options: Namespace) -> int:
 def _inspect(options: Namespace) -> int:
     from npu_replay.inspection.inspection import inspect
 
-    check_out(options.out, force=options.force, endings=(".png", ".json"))
-    draws = options.out is not None and options.out.suffix == ".png"
-    if draws:
-        probe.require(probe.PLOTS, "the picture of --out")
+    check_out(options.out, force=options.force)
     findings = inspect(
         options.path,
         config=options.config,
@@ -176,7 +172,7 @@ def _inspect(options: Namespace) -> int:
         start=options.start,
         sample=options.sample,
     )
-    _end(options, findings, findings.picture if draws else None)
+    _end(options, findings)
     return 0 if findings.good else FAULT
 
 

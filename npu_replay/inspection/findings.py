@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +18,6 @@ from npu_replay.tables import Part, Table
 
 _REFUSED = 20
 """The number of refused sequences that are named one by one."""
-_WRONG = "#b3452c"
-_RIGHT = "#2f8a5b"
-_COLOURS = ("#ffffff", "#9dbbd8", "#3b6ea5", "#12263d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,40 +184,3 @@ class Inspection:
             yield from (f"- {verdict.name}: {verdict.problem}" for verdict in bad[:_REFUSED])
             if len(bad) > _REFUSED:
                 yield f"- and {len(bad) - _REFUSED:,} more: --json has them all"
-
-    def picture(self) -> bytes:
-        """Draw the load as PNG: layers against experts, and how often each was named. Needs matplotlib."""
-        from matplotlib.colors import LinearSegmentedColormap
-        from matplotlib.figure import Figure
-
-        layers = sorted(self.load)
-        figure = Figure(
-            figsize=(9, min(9.0, max(3.2, 1.8 + 0.14 * len(layers)))), layout="constrained", dpi=110
-        )
-        figure.suptitle(f"{Path(self.path).name}: {self.what}", x=0.01, ha="left", weight="bold")
-        if layers:
-            missing = [(0, self.num_experts - len(self.load[layer])) for layer in layers]
-            counts = np.stack(
-                [np.pad(self.load[layer], pad) for layer, pad in zip(layers, missing, strict=True)]
-            )
-            shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True)) * self.num_experts
-            axes = figure.subplots()
-            colours = LinearSegmentedColormap.from_list("load", _COLOURS)
-            top = max(2.0, float(np.percentile(shares, 99.5)))
-            image = axes.imshow(shares, aspect="auto", interpolation="none", cmap=colours, vmin=0, vmax=top)
-            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=30)
-            bar.set_label("times the even share", fontsize=9)
-            bar.outline.set_visible(False)
-            axes.set(xlabel="expert", ylabel="decoder layer")
-            axes.set_title("Load: how often each expert was named; white is never", loc="left", fontsize=10)
-            places = range(0, len(layers), max(1, -(-len(layers) // 12)))
-            axes.set_yticks(list(places), [str(layers[place]) for place in places])
-            axes.spines[:].set_visible(False)
-        wrong = [verdict.problem for verdict in self.bad]
-        several = f"{len(wrong)} of {len(self.verdicts)} refused. " if len(self.verdicts) > 1 else ""
-        sentence = several + (wrong[0] if wrong else "ok")
-        words = textwrap.fill(textwrap.shorten(sentence, 380), 120)
-        figure.supxlabel(words, x=0.01, ha="left", fontsize=10, color=_WRONG if wrong else _RIGHT)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Description": sentence})
-        return buffer.getvalue()

@@ -83,7 +83,7 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(
     assert result.exit_code == 1
     assert row(result, "replay on Megatron-core") == "missing megatron-core is not installed"
     assert row(result, "CPU").startswith("works")
-    assert "pip install matplotlib" in result.stdout
+    assert "pip install 'transformers>=5'" in result.stdout
     assert "no framework whose routers are recognised" in result.stdout
     assert result.stdout.count("put Megatron-LM on PYTHONPATH") == 1
 
@@ -95,7 +95,7 @@ def problems(**options: bool) -> list[str]:
 def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
     machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine["matplotlib"] = Product("matplotlib", False, problem="not to be looked up (OSError: gone)")
+    machine["mbridge"] = Product("mbridge", False, problem="not to be looked up (OSError: gone)")
     machine["torch_npu"] = Product("torch_npu", True, "2.7.1")
     found = doctor.diagnose()
     assert found.faults == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 import os
@@ -405,7 +404,7 @@ def test_no_file_a_device_or_a_huge_one_is_refused(desk: Desk, monkeypatch: pyte
         desk.look(desk.rows, prompt_ids=desk.put(list(range(10_000)), "ids.json"))
 
 
-# For programs, and the picture
+# For programs
 
 
 def test_json(desk: Desk, run: Callable[..., Result]) -> None:
@@ -426,19 +425,3 @@ def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     missing = run(desk.folder / "nothing", "--json")
     assert missing.exit_code == 1
     assert "no such file" in json.loads(missing.stdout)["error"]
-
-
-def test_the_picture_has_a_dark_cell_for_each_busy_expert(desk: Desk) -> None:
-    """And says in its description what the command says."""
-    from PIL import Image
-
-    desk.rows[:, 5] = np.where(np.arange(119)[:, None] % 2, [3, 9, 11, 30], [3, 9, 12, 31])
-    found = desk.look(desk.rows)
-    assert {int(expert) for expert in np.argsort(found.load[5])[-2:]} == {3, 9}
-    picture = Image.open(io.BytesIO(found.picture()))
-    assert picture.info["Description"] == "ok"
-    colours = (0x12, 0x26, 0x3D)
-    assert (np.abs(np.asarray(picture.convert("RGB")).astype(int) - colours).max(-1) < 4).sum() > 100
-    desk.rows[7, 4, 2] = EXPERTS
-    refused = Image.open(io.BytesIO(desk.look(desk.rows).picture()))
-    assert refused.info["Description"] == desk.refusal(desk.rows)

@@ -59,7 +59,7 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
         (["--ep", "0"], "argument --ep: 0 is less than 1"),
         (["--vp", "2"], "--vp needs a pipeline"),
         (["--patience", "0"], "argument --patience: 0 is less than 1"),
-        (["--out", __file__], "can't write such a file"),
+        (["--out", __file__], "the file is there already"),
     ],
 )
 def test_what_cant_be_run_exits_2_and_rank_0_says_why(
