@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import npu_replay
-from npu_replay import environment
 from npu_replay.cli.exits import FAULT, WRONG
-from npu_replay.errors import ReplayError
-from npu_replay.options import Parser, WrongOption, at_least, check_out, message, write_out
+from npu_replay.options import Parser, at_least, check_out, write_out
 from npu_replay.screen import err
 from npu_replay.smoke.options import SIZES, Options
 from npu_replay.tables import print_json, show
@@ -28,18 +26,8 @@ def run(arguments: Sequence[str]) -> int | None:
     if options.command is None:
         reader.print_help()
         return WRONG
-    _check_environment()
     code: int | None = options.run(options)
     return code
-
-
-def _check_environment() -> None:
-    """Raise WrongOption for a variable that can't be used; `import npu_replay` leaves this to a command."""
-    try:
-        if not environment.disabled():
-            environment.check()
-    except ReplayError as error:
-        raise WrongOption(message(error)) from error
 
 
 def parser() -> Parser:
