@@ -34,7 +34,9 @@ class Table:
         if last not in self.numbers:
             room = max(_LEAST, columns - sum(widths[:last]) - len(_GAP) * last)
             for row in table:
-                row[last] = [part for line in row[last] for part in textwrap.wrap(line, room, **_WORDS) or [""]]
+                row[last] = [
+                    part for line in row[last] for part in textwrap.wrap(line, room, **_WORDS) or [""]
+                ]
         height = max(map(len, table[0]))
         table[0] = [[""] * (height - len(title)) + title for title in table[0]]  # aligned at the bottom
         for row in table:
