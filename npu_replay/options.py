@@ -38,12 +38,6 @@ class Parser(argparse.ArgumentParser):
             help="Show the traceback of an error.",
         )
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # here, so that the error names the command, not npu-replay
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
-
     def error(self, message: str) -> NoReturn:
         raise WrongOption(f"{message}. {self.prog} --help says what it takes")
 

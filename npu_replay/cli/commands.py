@@ -75,7 +75,7 @@ def parser() -> Parser:
         metavar="V",
         help="The engine's release, such as 0.23.0: for likelier causes.",
     )
-    add("--prompt-ids", type=Path, metavar="FILE", help="JSON of the prompt's ids, or a list of such.")
+    add("--prompt-ids", type=Path, metavar="FILE", help="JSON list of the prompt's ids.")
     add("--output-ids", type=Path, metavar="FILE", help="The same of the sampled ids.")
     add("--start", type=at_least(0), default=0, metavar="N", help="Which token the first row is of.")
     add("--sample", metavar="KEY", help="One sample of a folder, one completion of an answer.")

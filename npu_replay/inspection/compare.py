@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
+from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.routes.checks import Array
 from npu_replay.routes.mismatch import difference
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -119,15 +119,14 @@ class Comparison:
         table = []
         lines = [(str(layer), _described(counts)) for layer, counts in sorted(self.layers.items())]
         for name, counts in [*lines, ("all", whole | {"token_layers": self.tokens})]:
-            shares = percent(counts["token_share"]), percent(counts["expert_share"])
+            shares = f"{counts['token_share']:.2%}", f"{counts['expert_share']:.2%}"
             table.append((name, f"{counts['token_layers']:,}", *shares))
         yield Table(titles, table, numbers=range(1, 4))
         yield ""
         if whole["differing"]:
-            shares = percent(whole["token_share"]), percent(whole["expert_share"])
-            anywhere = percent(self.differing_tokens / self.tokens)
-            words = f"different: {shares[0]} of token-layers, {shares[1]} of experts"
-            yield f"{words}; {anywhere} of tokens differ in some layer"
+            anywhere = self.differing_tokens / self.tokens
+            experts = f"{whole['expert_share']:.2%} of experts; {anywhere:.2%} of tokens differ in some layer"
+            yield f"different: {whole['token_share']:.2%} of token-layers, {experts}"
         else:
             yield "the same: every token compared has the same experts in every layer"
 
@@ -144,32 +143,8 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     """Compare two files that RoutedExperts.save wrote, or the samples of two folders of a RouteStore.
 
     Raises:
-        ReplayError: other kinds of paths, or routes of other layers, experts or sequences.
+        ReplayError: a path of another kind, or routes of other layers, experts or sequences.
     """
-    wanted = "two files of RoutedExperts.save, or two folders of a RouteStore"
-    for path in (a, b):
-        if not path.is_dir() and not path.is_file():
-            raise RouteFileError(
-                "this is no plain file" if path.exists() else "there is no such file or folder",
-                where=str(path),
-            )
-        if path.suffix == ".npy":
-            raise RouteFileError(
-                "an .npy array doesn't say which layers and experts its rows are of",
-                where=str(path),
-                expected=wanted,
-                got="an .npy file",
-                cause="an engine's rows: decode them (npu_replay.from_vllm, from_sglang), or build "
-                "RoutedExperts(ids=..., layers=..., num_experts=...), and save() what comes",
-            )
-    if a.is_dir() != b.is_dir():
-        folder, file = (a, b) if a.is_dir() else (b, a)
-        raise ReplayError(
-            "a folder and a file can't be compared",
-            expected=wanted,
-            got=f"the folder {folder} and the file {file}",
-            cause="one shard of a RouteStore in the place of its folder",
-        )
     comparison = Comparison(a=str(a), b=str(b), folders=a.is_dir())
     if comparison.folders:
         pairs = _in_folders(RouteStore(a), RouteStore(b), comparison)
@@ -218,14 +193,3 @@ def _in_folders(
     for ours, theirs in partners.items():
         key = ours if ours == theirs else f"{ours} and {theirs}"
         yield f"{where}, {key}", a[ours], b[theirs]
-
-
-def percent(share: float) -> str:
-    """Return a share as text: never 0.00% where something differs, never 100.00% where something doesn't.
-
-    >>> percent(1e-9), percent(0.034), percent(1 - 1e-9)
-    ('< 0.01%', '3.40%', '> 99.99%')
-    """
-    if 0 < share < 0.0001:
-        return "< 0.01%"
-    return "> 99.99%" if 0.9999 < share < 1 else f"{share:.2%}"

@@ -146,7 +146,7 @@ def test_what_cannot_be_compared_is_one_line(put: Put, run: Run, what: str) -> N
 def test_what_is_no_file_of_routes_is_refused(tmp_path: Path, put: Put, run: Run) -> None:
     good = put(routes())
     bad = tmp_path / "bad"
-    assert f"{bad}: there is no such file or folder" in refused(run(good, bad))
+    assert f"{bad}: there is no such file" in refused(run(good, bad))
     bad.write_bytes(b"garbage")
     assert f"{bad}: this file can't be read as routes" in refused(run(bad, good))
     assert "no plain file" in refused(run(good, "/dev/zero"))

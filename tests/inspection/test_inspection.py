@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ import sglang_outputs
 import vllm_outputs
 from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RoutedModel, RouteStore, fingerprint
-from npu_replay.inspection import inspection
 from npu_replay.inspection.findings import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
@@ -164,10 +162,7 @@ REFUSED: dict[str, Callable[[Desk], Any]] = {
     "fewer tokens than it ran": lambda desk: desk.answer(desk.rows[:70]),
     "no routes.*enable_return_routed_experts": lambda desk: desk.answer(None),
     "fewer tokens": lambda desk: replace(desk, rows=desk.rows[:-2]).counted(),
-    # such a count is none, and takes no memory
-    "hasn't got the sampled token ids": lambda desk: (
-        desk.counted() | {"usage": {"prompt_tokens": PROMPT, "completion_tokens": 10**12}}
-    ),
+    "hasn't got the sampled token ids": lambda desk: desk.counted() | {"usage": None},
     r"\[tokens, layers, topk\]": lambda desk: desk.rows.reshape(119, -1),
 }
 
@@ -197,12 +192,8 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     assert not desk.look(answer, sample="completion 2").good
     with pytest.raises(ReplayError, match="no such sequence"):
         desk.look(answer, sample="4")
-    lists = desk.put([*[SAMPLE.prompt] * 3, SAMPLE.prompt[1:]], "lists.json")
-    bad = desk.look(answer, prompt_ids=lists).bad
-    assert [verdict.name for verdict in bad] == ["completion 2", "completion 3"], "each has its own list"
-    lists = desk.put([SAMPLE.prompt] * 3, "lists.json")
-    with pytest.raises(ReplayError, match="too few lists"):
-        desk.look(answer, prompt_ids=lists)
+    with pytest.raises(ReplayError, match="these aren't token ids"):
+        desk.look(answer, prompt_ids=desk.put([SAMPLE.prompt] * 4, "lists.json"))
 
 
 def test_the_rows_of_an_answer_may_begin_at_a_later_token(desk: Desk) -> None:
@@ -369,7 +360,7 @@ def test_a_folder_of_many(desk: Desk, run: Callable[..., Result]) -> None:
     [
         (b"", "empty"),
         (b"\x00\x01garbage\xff" * 40, "nobody knows"),
-        (b'data: {"choices": []}\n\n', "stream=false"),
+        (b'data: {"choices": []}\n\n', "nobody knows"),
         (b'{"error": {"message": "no such model"}}', "no such model"),
         (b'{"answer": 42}', "can't be told"),
         (b'{"data":{"routes": 42}}', "can't be told"),  # its ninth byte is that of a saved file
@@ -388,20 +379,10 @@ def test_foreign_data_is_one_message(desk: Desk, run: Callable[..., Result], dat
     assert words in said, said
 
 
-def test_no_file_a_device_or_a_huge_one_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are checked before anything is read."""
-    path = desk.put(np.ones((3, 2, 2), np.uint8))
-    os.truncate(path, inspection.MOST_BYTES + 1)  # sparse: it takes no room
-    for file, words in (
-        (path, "too large"),
-        (Path("/dev/zero"), "no plain file"),
-        (desk.folder / "nothing", "there is no such file"),
-    ):
-        with pytest.raises(ReplayError, match=words):
-            inspect(file)
-    monkeypatch.setattr(inspection, "MOST_BYTES", 10_000)
-    with pytest.raises(ReplayError, match="too large"):
-        desk.look(desk.rows, prompt_ids=desk.put(list(range(10_000)), "ids.json"))
+@pytest.mark.parametrize(("path", "words"), [("/dev/zero", "no plain file"), ("nothing", "no such file")])
+def test_what_is_no_file_is_refused(path: str, words: str) -> None:
+    with pytest.raises(ReplayError, match=words):
+        inspect(Path(path))
 
 
 # For programs
