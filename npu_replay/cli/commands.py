@@ -63,12 +63,6 @@ def parser() -> Parser:
     )
     add("--config", type=Path, metavar="PATH", help="The model's config.json, or its folder.")
     add(
-        "--engine",
-        choices=("auto", "vllm", "sglang"),
-        default="auto",
-        help="Which engine made it; auto finds out, for an answer.",
-    )
-    add(
         "--engine-version",
         default="",
         metavar="V",
@@ -152,7 +146,6 @@ def _inspect(options: Namespace) -> int:
     findings = inspect(
         options.path,
         config=options.config,
-        engine=None if options.engine == "auto" else options.engine,
         version=options.engine_version,
         prompt_ids=options.prompt_ids,
         output_ids=options.output_ids,

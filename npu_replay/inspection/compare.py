@@ -33,7 +33,6 @@ class Comparison:
         alone_in_a, alone_in_b: samples of a folder that have no partner in the other.
         rows: of all samples compared, with and without a route.
         tokens: rows with a route on both sides; the fields below count only these.
-        without_route_in_a, without_route_in_b: rows.
         layers: by decoder layer, the `_COUNTS`, int64 [4].
         unsure: samples without a fingerprint on a side, which may be of different sequences.
     """
@@ -46,8 +45,6 @@ class Comparison:
     alone_in_b: int = 0
     rows: int = 0
     tokens: int = 0
-    without_route_in_a: int = 0
-    without_route_in_b: int = 0
     differing_tokens: int = 0
     layers: dict[int, Array] = field(default_factory=dict)
     unsure: int = 0
@@ -74,8 +71,6 @@ class Comparison:
         self.samples += 1
         self.unsure += unsure
         self.rows += len(a)
-        self.without_route_in_a += int((~a.recorded).sum())
-        self.without_route_in_b += int((~b.recorded).sum())
         # In a folder, one sample without common routes must not stop the comparison of the others.
         if self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any():
             return
@@ -108,8 +103,7 @@ class Comparison:
         if self.folders:
             alone = f"{self.alone_in_a:,} of A, {self.alone_in_b:,} of B"
             yield f"{self.samples:,} samples compared; without a partner: {alone}"
-        without = f"{self.without_route_in_a:,} in A, {self.without_route_in_b:,} in B"
-        yield f"{self.tokens:,} of {self.rows:,} tokens compared; rows without a route: {without}"
+        yield f"{self.tokens:,} of {self.rows:,} tokens compared: those with a route on both sides"
         if self.unsure:
             of = f"{self.unsure:,} of {self.samples:,} samples have" if self.folders else "there is"
             yield f"not checked: that the tokens are the same, since {of} no fingerprint on one side or both"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +58,6 @@ def inspect(
     path: Path,
     *,
     config: Path | None = None,
-    engine: Engine | None = None,
     version: str = "",
     prompt_ids: Path | None = None,
     output_ids: Path | None = None,
@@ -70,7 +69,6 @@ def inspect(
     Args:
         path: see `KINDS`.
         config: the model's config.json, or its folder; an engine's rows can't be decoded without.
-        engine: the engine of an array or answer; None detects it, for an answer.
         version: the engine's release, for the causes of errors.
         prompt_ids, output_ids: JSON of a list of token ids.
         start: the token of the first row (`routed_experts_prompt_start`, `routed_experts_start_len`).
@@ -89,7 +87,6 @@ def inspect(
         path=path,
         findings=Inspection(path=str(path)),
         model=None if config is None else RoutedModel.from_config(config),
-        engine=engine,
         version=version,
         prompt=_token_ids(prompt_ids),
         output=_token_ids(output_ids),
@@ -103,7 +100,6 @@ def inspect(
     if begins.startswith(b"\x93NUMPY"):
         reader.add_array(_contents(path))
     elif begins[7:9] == b"\0{":  # eight bytes of a length, then JSON; in a text no byte is 0
-        reader.refuse_sample()
         reader.findings.what = "a file of RoutedExperts.save or to_bytes"
         reader.add_saved(lambda: RoutedExperts.load(path), str(path))
     else:
@@ -122,7 +118,6 @@ class _Reader:
     path: Path
     findings: Inspection
     model: RoutedModel | None
-    engine: Engine | None
     version: str
     prompt: Array | None
     output: Array | None
@@ -143,15 +138,6 @@ class _Reader:
             )
         return self.model
 
-    def refuse_sample(self) -> None:
-        ReplayError.unless(
-            self.sample is None,
-            "there is one sequence in this file",
-            where=str(self.path),
-            expected="no --sample",
-            got=f"--sample {self.sample}",
-        )
-
     # Routes that npu_replay wrote
 
     def add_folder(self) -> None:
@@ -163,13 +149,6 @@ class _Reader:
             where=where,
             expected=f"one of {len(store)} keys, such as {next(iter(store), 'none')}",
             got=self.sample,
-        )
-        ReplayError.unless(
-            self.sample is not None or self.tokens() is None,
-            "these ids are one sample's",
-            where=where,
-            expected="--sample KEY with them",
-            got="no --sample",
         )
         self.findings.what = f"a folder of RouteStore, {len(store):,} samples"
         for key in list(store) if self.sample is None else [self.sample]:
@@ -212,14 +191,9 @@ class _Reader:
 
     def add_array(self, npy: bytes) -> None:
         """Add rows without an answer around them, [rows, columns, topk]; the last token's may be -1."""
-        self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
         source = Source(engine=str(self.path), faults=_OF_ARRAYS)
         self.findings.what = "an .npy array"
-        if self.engine is not None:
-            decoder = vllm if self.engine == "vllm" else sglang
-            source = replace(decoder.source(self.version), field=str(self.path))
-            self.findings.what += f" of {_named(self.engine, self.version)}"
 
         def routes() -> RoutedExperts:
             rows = payloads.from_npy(npy, source=source, most=len(npy))
@@ -236,7 +210,7 @@ class _Reader:
 
     def add_answer(self, answer: Any) -> None:
         """Add the sequences of an engine's answer, decoded as its decoder does."""
-        engine = self.engine or whose(answer)
+        engine = whose(answer)
         version = self.version
         if engine is None:
             server_answers.opened(answer, str(self.path), KINDS)  # raises if it is a server's error
@@ -245,8 +219,7 @@ class _Reader:
                 where=str(self.path),
                 expected="routed_experts or prompt_routed_experts (vLLM), meta_info or sglext (SGLang)",
                 got=sorted(map(quoted, answer))[:8] if isinstance(answer, dict) else type(answer).__name__,
-                cause="an engine or a request that wasn't asked for routes, or a file of something else; "
-                "--engine vllm or sglang names the engine",
+                cause="an engine or a request that wasn't asked for routes, or a file of something else",
             )
         model = self.needed_model()
         several: list[tuple[str, Any]]
@@ -257,7 +230,7 @@ class _Reader:
         else:
             listed = answer if isinstance(answer, list) else [answer]
             several = [(f"answer {number}", part) for number, part in enumerate(listed)]
-        self.findings.what = f"an answer of {_named(engine, version)}"
+        self.findings.what = f"an answer of {NAMES[engine]} {version or '(release not given)'}"
         chosen = [part for at, part in enumerate(several) if self.sample in (None, str(at), part[0])]
         ReplayError.unless(
             bool(chosen),
@@ -301,10 +274,6 @@ def whose(answer: Any) -> Engine | None:
         return "vllm"
     fields = {*answer, *(field for choice in choices for field in choice)}
     return "sglang" if fields & {"sglext", "meta_info", "routed_experts"} else None
-
-
-def _named(engine: Engine, version: str) -> str:
-    return f"{NAMES[engine]} {version or '(release not given)'}"
 
 
 # Files

@@ -242,14 +242,6 @@ def test_answers_of_sglang(desk: Desk) -> None:
     assert found.bad[0].problem.startswith("SGLang 0.5.12, request 3f9d")
 
 
-def test_engine_decides_where_the_answer_does_not(desk: Desk) -> None:
-    answer = {"id": "x", "choices": [{"index": 0, "text": "", "token_ids": [1], "prompt_token_ids": [2]}]}
-    with pytest.raises(ReplayError, match="can't be told"):
-        desk.look(answer)
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        assert name in desk.refusal(answer, engine=engine)
-
-
 # Arrays, files, folders
 
 
@@ -263,8 +255,7 @@ def test_an_array_with_its_tokens(desk: Desk) -> None:
     for rows in (desk.rows[50:], desk.rows[:0]):
         assert "fewer tokens" in desk.refusal(rows, **desk.ids)
     stale(desk.rows)
-    problem = desk.refusal(desk.rows, engine="vllm", **desk.ids)
-    assert all(words in problem for words in ("another token's", "Usual cause"))
+    assert "another token's" in desk.refusal(desk.rows, **desk.ids)
     assert "more tokens than it ran" in desk.refusal(desk.rows, prompt_ids=desk.ids["prompt_ids"])
 
 
@@ -304,15 +295,6 @@ def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: 
     assert "RoutedExperts(recorded=)" in said
 
 
-@pytest.mark.parametrize("form", ["rows", "bytes", "file"])
-def test_a_sample_of_one_sequence_is_refused(desk: Desk, form: str) -> None:
-    """A number that is meant for another file would be left aside in silence."""
-    what = {"rows": desk.rows, "bytes": ROUTES.to_bytes(), "file": ROUTES}[form]
-    with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
-        desk.look(what, sample="3")
-    assert desk.look(what).good
-
-
 def test_a_damaged_file_is_refused(desk: Desk) -> None:
     data = ROUTES.to_bytes()
     path = desk.put(data)
@@ -331,12 +313,8 @@ def test_a_folder_of_many(desk: Desk, run: Callable[..., Result]) -> None:
     for words in ("4 samples", "4 sequences, 330 tokens", "ok (4 sequences), as far as it could be checked"):
         assert words in result.stdout
     assert inspect(store, sample="sample-2").layers[0]["rows"] == 82
-    for how, problem in (
-        (desk.ids, "these ids are one sample's"),
-        ({"sample": "sample-9"}, "no such sample"),
-    ):
-        with pytest.raises(ReplayError, match=problem):
-            inspect(store, **how)
+    with pytest.raises(ReplayError, match="no such sample"):
+        inspect(store, sample="sample-9")
     with pytest.raises(ReplayError, match="no routes in this folder"):
         inspect(store.parent)
     assert not inspect(store / "routes-00000.safetensors").good
@@ -363,6 +341,7 @@ def test_a_folder_of_many(desk: Desk, run: Callable[..., Result]) -> None:
         (b'data: {"choices": []}\n\n', "nobody knows"),
         (b'{"error": {"message": "no such model"}}', "no such model"),
         (b'{"answer": 42}', "can't be told"),
+        (b'{"choices": [{"index": 0, "token_ids": [1]}]}', "can't be told"),
         (b'{"data":{"routes": 42}}', "can't be told"),  # its ninth byte is that of a saved file
         (b"[" * 100_000, "nobody knows"),
         (b'{"choices": [{"routed_experts": 7}]}', "return_token_ids"),
