@@ -154,7 +154,6 @@ class Smoke:
 
     def _examined(self, feature: str, routing: str, examine: Callable[[], str]) -> Result | None:
         """Return what this rank found, once all ranks have come as far; None if another failed first."""
-        begun = time.perf_counter()
         try:
             why = examine()
             self.store.add(f"{feature} {routing}", 1)
@@ -162,7 +161,7 @@ class Smoke:
                 if self.store.add("failed", 0):
                     return None
                 time.sleep(0.01)
-            return Result(feature, routing, PASS, why, seconds=round(time.perf_counter() - begun, 3))
+            return Result(feature, routing, PASS, why)
         except Exception as error:  # noqa: BLE001  whatever fails here is the finding
             self.speaks = self.store.add("failed", 1) == 1
             whose = "" if isinstance(error, ReplayError) else f"{type(error).__name__}: "
@@ -171,8 +170,7 @@ class Smoke:
                 f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}"
                 for frame in traceback.extract_tb(error.__traceback__)[-6:]
             ]
-            seconds = round(time.perf_counter() - begun, 3)
-            return Result(feature, routing, FAIL, why, self.rank, seconds, trace) if self.speaks else None
+            return Result(feature, routing, FAIL, why, self.rank, trace) if self.speaks else None
 
     def _say(self, text: str) -> None:
         if self.speaks:

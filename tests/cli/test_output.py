@@ -38,7 +38,7 @@ WAITS = """
 import sys, threading
 from npu_replay.doctor import diagnose
 
-def waits(imports):
+def waits():
     sys.stderr.write("waiting\\n")
     threading.Event().wait()
 
