@@ -37,8 +37,6 @@ class Verdict:
     rows: int = 0
     layers: int = 0
     topk: int = 0
-    dtype: str = ""
-    nbytes: int = 0
     facts: tuple[str, ...] = ()
 
 
@@ -101,8 +99,6 @@ class Inspection:
                 rows=rows,
                 layers=len(routes.layers),
                 topk=routes.topk,
-                dtype=str(ids.dtype),
-                nbytes=ids.nbytes,
                 facts=tuple(facts),
             )
         )
@@ -130,7 +126,7 @@ class Inspection:
 
     @property
     def good(self) -> bool:
-        return bool(self.verdicts) and not self.bad
+        return not self.bad
 
     def to_json(self) -> str:
         findings = {
@@ -142,7 +138,7 @@ class Inspection:
             "layers": self.layers,
             "unchecked": self.unchecked,
         }
-        error = {} if self.good else {"error": self.bad[0].problem if self.bad else "no sequence is in it"}
+        error = {} if self.good else {"error": self.bad[0].problem}
         return json.dumps(error | findings, indent=2)
 
     def parts(self) -> Iterator[Part]:
@@ -150,12 +146,11 @@ class Inspection:
         if seen := [verdict for verdict in self.verdicts if verdict.layers]:
             first = seen[0]
             experts = max(1, self.num_experts)
-            tokens, rows, size = (
-                sum(getattr(verdict, name) for verdict in seen) for name in ("tokens", "rows", "nbytes")
-            )
+            tokens = sum(verdict.tokens for verdict in seen)
+            rows = sum(verdict.rows for verdict in seen)
             several = f"{len(seen):,} sequences, " if len(seen) > 1 else ""
             model = f"top-{first.topk} of {self.num_experts} experts in {first.layers} layers"
-            yield f"{several}{tokens:,} tokens, {rows:,} with a route; {model}; {first.dtype}, {size:,} bytes"
+            yield f"{several}{tokens:,} tokens, {rows:,} with a route; {model}"
             if len(seen) == 1 and first.facts:
                 yield ", ".join(first.facts)
             yield ""
@@ -175,8 +170,6 @@ class Inspection:
             all_of_them = f" ({count:,} sequences)" if count > 1 else ""
             limited = ", as far as it could be checked" if self.unchecked else ""
             yield f"ok{all_of_them}{limited}"
-        elif not bad:
-            yield "refused: there is no sequence in it"
         elif count == 1:
             yield f"refused: {bad[0].problem}"
         else:

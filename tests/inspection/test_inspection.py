@@ -137,7 +137,7 @@ def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == f"{path}: an answer of vLLM 0.23.0"
-    assert lines[1] == "120 tokens, 119 with a route; top-4 of 32 experts in 7 layers; uint8, 3,360 bytes"
+    assert lines[1] == "120 tokens, 119 with a route; top-4 of 32 experts in 7 layers"
     assert f"{fingerprint(SAMPLE.tokens):#018x}" in lines[2]
     heading = "Experts used Busiest Entropy, bits Layer Rows of 32 even: 3.12% of 5.00"
     assert " ".join(lines[4:6]).split() == heading.split()
@@ -372,9 +372,9 @@ def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     assert good.exit_code == 0
     said = json.loads(good.stdout)
     assert (said["ok"], said["num_experts"], "error" in said) == (True, EXPERTS, False)
-    sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4, "nbytes": 3360}
+    sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4}
     facts = [f"fingerprint {fingerprint(SAMPLE.tokens):#018x}"]
-    assert said["sequences"] == [{"name": "", "problem": "", "dtype": "uint8", "facts": facts} | sizes]
+    assert said["sequences"] == [{"name": "", "problem": "", "facts": facts} | sizes]
     assert [layer["rows"] for layer in said["layers"]] == [119] * 7
     named_twice(desk.rows)
     bad = run(desk.put(desk.answer()), "--config", desk.config, "--json")
