@@ -93,7 +93,7 @@ def main(
         if pairs:
             seconds = 0.9 * (pairs + 2) + 5
             screen.err().write(f"Measuring takes about {seconds:.0f} s on two idle CPU cores\n")
-            found = measured(pairs, screen.progress(3))
+            found = measured(pairs, screen.tell)
         result = {"planned": summary(planned), "rows": [asdict(row) for row in found]}
         if as_json:
             print_json(json.dumps(result, indent=1))

@@ -50,7 +50,7 @@ def main(
         seconds = sum(part.seconds for part in wanted)
         screen.err().write(f"Measuring takes about {_rounded(seconds)} on two idle CPU cores\n")
         begun = time.perf_counter()
-        about, found = measured(where, wanted, screen.progress(len(wanted)))
+        about, found = measured(where, wanted, screen.tell)
         screen.err().write(f"Measured in {time.perf_counter() - begun:.0f} s\n")
         result = {"about": about, "rows": [asdict(row) for row in found]}
         if as_json:

@@ -261,22 +261,12 @@ def capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown])
             notes.append(why)
         return f"{cell} ({notes.index(why) + 1})"
 
-    def forced(release: matrix.Release) -> str:
-        """What is to be said of a release that ran on an older Python than it asks for."""
-        python = known[release.name].python
-        older = (
-            f"it says that it needs Python {release.python}, and was forced onto {python.rpartition('.')[0]}"
-        )
-        return older if release.is_forced_onto(python) else ""
-
     def says(release: matrix.Release) -> tuple[object, ...]:
-        return known[release.name].cells, known[release.name].reasons, forced(release)
+        return known[release.name].cells, known[release.name].reasons
 
     columns = [list(same) for _, same in groupby(releases, key=says)]
-    titles = [""]
-    for column in columns:
-        ends = dict.fromkeys([column[0].version, column[-1].version])
-        titles.append(noted(" to ".join(ends), forced(column[0])))
+    ends = [dict.fromkeys([column[0].version, column[-1].version]) for column in columns]
+    titles = ["", *map(" to ".join, ends)]
     rows = []
     for name, capability in CAPABILITIES[releases[0].product].items():
         of_each = [known[column[0].name] for column in columns]

@@ -21,17 +21,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def requirements(project: dict, extras: list[str]) -> list[Requirement]:
-    """The project's requirements and those of `extras`, an extra that names other extras resolved."""
-    found = []
-    lines = project["dependencies"] + [
-        line for name in extras for line in project["optional-dependencies"][name]
-    ]
-    for requirement in map(Requirement, lines):
-        if requirement.name == project["name"]:
-            found += requirements(project | {"dependencies": []}, sorted(requirement.extras))
-        else:
-            found.append(requirement)
-    return found
+    """The project's requirements and those of `extras`."""
+    of_extras = [line for name in extras for line in project["optional-dependencies"][name]]
+    return [Requirement(line) for line in project["dependencies"] + of_extras]
 
 
 def is_there(requirement: Requirement) -> bool:

@@ -44,8 +44,6 @@ def unpack(package: str, version: Version, folder: Path) -> None:
                 file.write(chunk)
         file.seek(0)
         for path, content in _code(file, link.is_wheel):
-            if path.startswith("/") or ".." in path.split("/"):
-                raise ValueError(f"an archive holds {path!r}, which leads out of its folder")
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)

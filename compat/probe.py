@@ -23,7 +23,6 @@ from npu_replay.errors import ReplayError
 
 MEGATRON = "replay on Megatron-core"
 TRANSFORMERS = "replay on transformers"
-PLOTS = "plots"
 ADAPTOR = "MegatronAdaptor"
 TE_NPU = "TransformerEngineNPU"
 _QWEN = "models/qwen3_moe/modeling_qwen3_moe.py"
@@ -89,7 +88,6 @@ _KNOWN = {
     "vllm-ascend": ("vllm_ascend", "_version.py"),
     "sglang": ("sglang", "_version.py"),
     "verl": ("verl", ""),
-    "matplotlib": ("matplotlib", "_version.py"),
 }
 """Maps a product to its top module and the file in that folder that holds the release. A product that is only
 on PYTHONPATH has no distribution.
@@ -204,8 +202,7 @@ def text_of(source: Path) -> str:
 def capabilities(looked_up: Iterable[Product]) -> tuple[Capability, ...]:
     """Return what these products make possible, as far as their source tells."""
     by_name = {product.name: product for product in looked_up}
-    names = "megatron-core", "transformers", "matplotlib"
-    megatron, transformers, plots = (by_name[name] for name in names)
+    megatron, transformers = (by_name[name] for name in ("megatron-core", "transformers"))
     described: list[Capability] = []
     own = "Megatron's own replay"
     config = Path(megatron.where, "transformer/transformer_config.py")
@@ -238,10 +235,6 @@ def capabilities(looked_up: Iterable[Product]) -> tuple[Capability, ...]:
     else:
         why = "only families whose router is a module; that of Qwen3-MoE is not, here"
         described.append(Capability(TRANSFORMERS, "works", why, remedy))
-    if plots.usable:
-        described.append(Capability(PLOTS, "works", "the picture of inspect"))
-    else:
-        described.append(Capability(PLOTS, "missing", plots.lacking, "pip install matplotlib"))
     return tuple(described)
 
 

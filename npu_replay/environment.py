@@ -8,12 +8,9 @@ Spaces around a value and the case of a word make no difference; an empty value 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from npu_replay.errors import ReplayError, share
@@ -37,19 +34,7 @@ def read(name: str, default: Any = None) -> Any:
 
 
 def disabled() -> bool:
-    try:
-        return bool(read(DISABLE, False))
-    except ReplayError:
-        if runs_command():
-            return False
-        raise
-
-
-def runs_command() -> bool:
-    """Return whether this process is that of npu-replay, which reports an unusable variable itself."""
-    script = "".join(sys.argv[:1])  # -m until Python has found the module
-    as_module = script == "-m" and ("-m", "npu_replay") in pairwise(sys.orig_argv)
-    return as_module or Path(script).stem == "npu-replay"
+    return bool(read(DISABLE, False))
 
 
 def strict() -> bool:

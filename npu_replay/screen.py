@@ -7,11 +7,10 @@ file descriptors 1 and 2, so the descriptors are redirected.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -65,12 +64,7 @@ def _turned(name: str, descriptor: int, log: TextIO) -> Iterator[None]:
             os.dup2(kept.fileno(), descriptor)
 
 
-def progress(count: int) -> Callable[[str], None]:
-    """Return a function that reports on stderr which of `count` parts begins; it takes the part's title."""
-    numbers = itertools.count(1)
-
-    def tell(title: str) -> None:
-        err().write(f"{next(numbers)}/{count} {title}\n")
-        err().flush()
-
-    return tell
+def tell(title: str) -> None:
+    """Report on stderr which part of the work begins."""
+    err().write(f"{title}\n")
+    err().flush()

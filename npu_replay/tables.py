@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
+import itertools
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,49 +15,37 @@ from npu_replay import screen
 _GAP = "  "
 _WORDS: dict[str, Any] = {"break_on_hyphens": False, "expand_tabs": False}
 _LEAST = 10
-"""The least width to which a column of words is narrowed."""
+"""The least width to which a column of words is folded."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Holds titles and rows of texts; columns in `numbers` are right-aligned and not folded."""
+    """Holds titles and rows of texts; columns in `numbers` are right-aligned. Only the last one is folded."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: range = range(0)
 
     def lines(self, columns: int) -> Iterator[str]:
-        """Yield the lines of the table, folded to this number of columns."""
-        rows = [self.titles, *self.rows]
-        widths = self._widths(list(zip(*rows, strict=True)), columns)
-        for number, row in enumerate(rows):
-            # Long words are folded, too, so that later columns stay aligned.
-            folded = [
-                [piece for line in text.split("\n") for piece in textwrap.wrap(line, wide, **_WORDS) or [""]]
-                for text, wide in zip(row, widths, strict=True)
-            ]
-            height = max(map(len, folded))
-            for line in range(height):
-                cells = []
-                for column, texts in enumerate(folded):
-                    at = line if number else line - height + len(texts)  # titles are aligned at the bottom
-                    text = texts[at] if 0 <= at < len(texts) else ""
-                    cells.append((str.rjust if column in self.numbers else str.ljust)(text, widths[column]))
+        """Yield the lines of the table; a last column of words is folded to fit this number of columns."""
+        table = [[text.split("\n") for text in row] for row in (self.titles, *self.rows)]
+        widths = [max(len(line) for cell in column for line in cell) for column in zip(*table, strict=True)]
+        last = len(widths) - 1
+        if last not in self.numbers:
+            room = max(_LEAST, columns - sum(widths[:last]) - len(_GAP) * last)
+            for row in table:
+                row[last] = [
+                    part for line in row[last] for part in textwrap.wrap(line, room, **_WORDS) or [""]
+                ]
+        height = max(map(len, table[0]))
+        table[0] = [[""] * (height - len(title)) + title for title in table[0]]  # aligned at the bottom
+        for row in table:
+            for texts in itertools.zip_longest(*row, fillvalue=""):
+                cells = [
+                    (str.rjust if column in self.numbers else str.ljust)(text, width)
+                    for column, (text, width) in enumerate(zip(texts, widths, strict=True))
+                ]
                 yield _GAP.join(cells).rstrip()
-
-    def _widths(self, texts: Sequence[Sequence[str]], columns: int) -> list[int]:
-        """Return each column's width: the column that has the most to spare is narrowed, blank by blank."""
-        widths = [max(len(line) for text in column for line in text.split("\n")) for column in texts]
-        least = [min(wide, _LEAST) for wide in widths]
-        for column in self.numbers:
-            title, *cells = texts[column]
-            least[column] = max(map(len, [*title.split(), *cells]), default=0)
-        while sum(widths) + len(_GAP) * (len(widths) - 1) > columns:
-            room = [width - low for width, low in zip(widths, least, strict=True)]
-            if max(room) <= 0:
-                break
-            widths[room.index(max(room))] -= 1
-        return widths
 
 
 Part: TypeAlias = "Table | str"
@@ -66,12 +54,7 @@ Part: TypeAlias = "Table | str"
 
 def width() -> int:
     """Return the number of columns: COLUMNS, else the terminal's, else 80."""
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isdecimal() and int(asked):
-        return int(asked)
-    with contextlib.suppress(OSError):  # no terminal
-        return os.get_terminal_size(screen.out().fileno()).columns or 80
-    return 80
+    return shutil.get_terminal_size().columns
 
 
 def show(parts: Iterable[Part], to: TextIO | None = None) -> None:

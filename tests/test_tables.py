@@ -31,15 +31,15 @@ def test_numbers_are_right_aligned_and_words_left(monkeypatch: pytest.MonkeyPatc
 
 WORDS = "one two three four five six seven eight nine ten eleven"
 FOLDED: dict[str, tuple[Part, list[str]]] = {
-    # columns, what is shown, and its lines: words fold, a number or a path in a line never
+    # columns, what is shown, and its lines: a last column of words folds, and a line
     "44": (
-        Table(("Why", "Count", "Where"), [(WORDS, "1,234,567", "/a/long/path" * 5)], numbers=range(1, 2)),
+        Table(("Count", "Why"), [("1,234,567", WORDS), ("1", "/a/long/path" * 3)], numbers=range(1)),
         [
-            "Why                  Count  Where",
-            "one two three    1,234,567  /a/long/path/a/l",
-            "four five six               ong/path/a/long/",
-            "seven eight                 path/a/long/path",
-            "nine ten eleven             /a/long/path",
+            "    Count  Why",
+            "1,234,567  one two three four five six seven",
+            "           eight nine ten eleven",
+            "        1  /a/long/path/a/long/path/a/long/p",
+            "           ath",
         ],
     ),
     "20": (

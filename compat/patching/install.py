@@ -56,8 +56,6 @@ def begin() -> None:
     try:
         environment.check()
     except ReplayError as error:
-        if environment.runs_command():
-            return
         if not by_entry_point:
             raise
         logger.error("%s. %s", error, import_hook.MEANING)

@@ -52,10 +52,10 @@ def run(given: Namespace) -> None:
             f"the folder can't be made ({error})", where=str(given.out), cause="another --out is meant"
         ) from error
     for name in (JSON, PNG):
-        check_out(given.out / name, force=given.force, endings=(".json", ".png"))
+        check_out(given.out / name, force=given.force)
     with screen.quiet("demo", given.out / LOG):
         with one_thread(), megatron_on(where := pick(given.device)):
-            result = job.run(where, given.steps, given.seed, given.engine, screen.progress(5))
+            result = job.run(where, given.steps, given.seed, given.engine, screen.tell)
         if given.json:
             print_json(json.dumps(result, indent=1))
         else:

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import npu_replay
-from npu_replay import environment
 from npu_replay.cli.exits import FAULT, WRONG
-from npu_replay.compat import probe
-from npu_replay.errors import ReplayError
-from npu_replay.options import Parser, WrongOption, at_least, check_out, message, write_out
+from npu_replay.options import Parser, at_least, check_out, write_out
 from npu_replay.screen import err
 from npu_replay.smoke.options import SIZES, Options
 from npu_replay.tables import print_json, show
@@ -29,18 +26,8 @@ def run(arguments: Sequence[str]) -> int | None:
     if options.command is None:
         reader.print_help()
         return WRONG
-    _check_environment()
     code: int | None = options.run(options)
     return code
-
-
-def _check_environment() -> None:
-    """Raise WrongOption for a variable that can't be used; `import npu_replay` leaves this to a command."""
-    try:
-        if not environment.disabled():
-            environment.check()
-    except ReplayError as error:
-        raise WrongOption(message(error)) from error
 
 
 def parser() -> Parser:
@@ -57,7 +44,6 @@ def parser() -> Parser:
         "npu-replay doctor",
         "npu-replay doctor --json > doctor.json",
     )
-    doctor.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
     doctor.add_report("JSON file for what was found.")
 
     inspect = _add(
@@ -65,7 +51,7 @@ def parser() -> Parser:
         "inspect",
         _inspect,
         "Say what a file or an engine's answer holds, and whether its routes are right (else exits 1).",
-        "npu-replay inspect answer.json --config config.json --out picture.png",
+        "npu-replay inspect answer.json --config config.json",
         "npu-replay inspect routes --json",
     )
     add = inspect.add_argument
@@ -77,22 +63,16 @@ def parser() -> Parser:
     )
     add("--config", type=Path, metavar="PATH", help="The model's config.json, or its folder.")
     add(
-        "--engine",
-        choices=("auto", "vllm", "sglang"),
-        default="auto",
-        help="Which engine made it; auto finds out, for an answer.",
-    )
-    add(
         "--engine-version",
         default="",
         metavar="V",
         help="The engine's release, such as 0.23.0: for likelier causes.",
     )
-    add("--prompt-ids", type=Path, metavar="FILE", help="JSON of the prompt's ids, or a list of such.")
+    add("--prompt-ids", type=Path, metavar="FILE", help="JSON list of the prompt's ids.")
     add("--output-ids", type=Path, metavar="FILE", help="The same of the sampled ids.")
     add("--start", type=at_least(0), default=0, metavar="N", help="Which token the first row is of.")
     add("--sample", metavar="KEY", help="One sample of a folder, one completion of an answer.")
-    inspect.add_report("PNG file for the picture, or .json for the findings.")
+    inspect.add_report("JSON file for what was found.")
 
     compare = _add(
         commands,
@@ -140,13 +120,13 @@ def _add(
     return reader
 
 
-def _end(options: Namespace, findings: Any, picture: Callable[[], bytes] | None = None) -> None:
-    """Print the findings, and write the file of --out: JSON, or a picture."""
+def _end(options: Namespace, findings: Any) -> None:
+    """Print the findings, and write them as JSON to the file of --out."""
     if options.json:
         print_json(findings.to_json())
     else:
         show(findings.parts())
-    write_out(options.out, picture() if picture else findings.to_json().encode(), force=options.force)
+    write_out(options.out, findings.to_json().encode(), force=options.force)
 
 
 def _doctor(options: Namespace) -> int:
@@ -154,7 +134,7 @@ def _doctor(options: Namespace) -> int:
 
     check_out(options.out, force=options.force)
     err().write("Imports what a job imports and tries a replay on each device: 10 seconds to a minute\n")
-    diagnosis = diagnose(imports=options.imports)
+    diagnosis = diagnose()
     _end(options, diagnosis)
     return 0 if diagnosis.works else FAULT
 
@@ -162,21 +142,17 @@ def _doctor(options: Namespace) -> int:
 def _inspect(options: Namespace) -> int:
     from npu_replay.inspection.inspection import inspect
 
-    check_out(options.out, force=options.force, endings=(".png", ".json"))
-    draws = options.out is not None and options.out.suffix == ".png"
-    if draws:
-        probe.require(probe.PLOTS, "the picture of --out")
+    check_out(options.out, force=options.force)
     findings = inspect(
         options.path,
         config=options.config,
-        engine=None if options.engine == "auto" else options.engine,
         version=options.engine_version,
         prompt_ids=options.prompt_ids,
         output_ids=options.output_ids,
         start=options.start,
         sample=options.sample,
     )
-    _end(options, findings, findings.picture if draws else None)
+    _end(options, findings)
     return 0 if findings.good else FAULT
 
 

@@ -39,15 +39,11 @@ def ended(work: Callable[[], int | None], arguments: Sequence[str]) -> int:
     except WrongOption as error:
         words = message(error)
         code = WRONG
-    except (ReplayError, ModuleNotFoundError) as error:
+    except ReplayError as error:
         if "--debug" in arguments:
             raise
-        if isinstance(error, ReplayError):
-            words = message(error)
-            hints = [cures(), "--debug shows where it came from"]
-        else:
-            words = str(error)
-            hints = ["npu-replay doctor says what is missing, and how to get it"]
+        words = message(error)
+        hints = [cures(), "--debug shows where it came from"]
         code = FAULT
     show([f"Error: {words}", *hints], to=screen.err())
     if "--json" in arguments:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,14 +67,14 @@ class Report:
     def parts(self) -> Iterator[Part]:
         """Yield what is installed and what it can do."""
         rows = [
-            ("npu_replay", self.version, _place(Path(__file__).parents[1])),
-            ("torch", self.torch.version, _place(Path(torch.__file__).parent)),
+            ("npu_replay", self.version, str(Path(__file__).parents[1])),
+            ("torch", self.torch.version, str(Path(torch.__file__).parent)),
         ]
         for product in self.products:
             if product.problem:
                 rows.append((product.name, "?", product.problem))
             elif product.installed:
-                rows.append((product.name, product.version or "?", _place(Path(product.where))))
+                rows.append((product.name, product.version or "?", product.where))
         yield Table(("Installed", "Version", "Where"), rows)
         if absent := [
             product.name for product in self.products if not product.installed and not product.problem
@@ -99,11 +98,6 @@ class Report:
                 yield f"  for {reason}:"
             yield f"  - {patch.where}"
             yield f"    {patch.why}"
-
-
-def _place(folder: Path) -> str:
-    installed = any(folder.is_relative_to(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-    return "site-packages" if installed else str(folder)
 
 
 def report() -> Report:

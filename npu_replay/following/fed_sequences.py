@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from npu_replay.errors import MicroBatchError, shown
+from npu_replay.errors import MicroBatchError
 from npu_replay.rollout.admit import from_batch
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.routes.arguments import as_tensor
@@ -117,15 +117,7 @@ def carried_routes(
         ReplayError: another shape; a route at padding, or none at a token; ids that aren't the model's.
     """
     real, spans, padded = Places.of(call, padding)
-    try:
-        rows = as_tensor(carried).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise MicroBatchError(
-            "the call's routes are no tensor",
-            expected="integers, [batch, sequence, layers, topk]",
-            got=shown(carried),
-            cause="an engine's answer as text, or a list of samples of several lengths: pad them as the ids",
-        ) from error
+    rows = as_tensor(carried).detach()
     fits = rows.dim() == 4 and (*rows.shape[:2], rows.shape[3]) == (*real.shape, model.topk)
     _refuse_unless(
         fits and not rows.is_floating_point(),

@@ -91,7 +91,7 @@ def follow(
             above it the oldest are dropped, with a WARNING.
         eval_mode: calls in eval mode are recorded or replayed, too, for a loop that takes old log-probs so
             (OpenRLHF). Put evaluations into `paused()` then. Without it such a call takes no routes, also in
-            "R3"; one WARNING says so where it had some.
+            "R3"; one WARNING says so where a rollout's routes have come.
         live_mismatch, min_overlap: see `replay`.
 
     Raises:
@@ -193,11 +193,7 @@ class Following(Session):
             super()._check_complete()
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        carried_here = [kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None]
-        MicroBatchError.unless(
-            len(carried_here) < 2, "a call carries its routes twice", "one of them", " and ".join(KEYWORDS)
-        )
-        carried = carried_here[0] if carried_here else None
+        carried = next((kwargs[name] for name in KEYWORDS if kwargs.get(name) is not None), None)
         others = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         keys = others.pop("sample_key", None)
         fed = None if len(others) == len(kwargs) else (args, others)  # what the model is called with instead
@@ -231,15 +227,13 @@ class Following(Session):
             )
         else:
             self.left_alone[why] += 1
-            if why == _EVAL and not self._warned:  # it may be a pass for old log-probs
-                has_rollout = self._has_rollouts and self._source.has_rollout(call, keys)
-                self._warned = carried is not None or has_rollout
-                if self._warned:
-                    logger.warning(
-                        "[npu_replay] a call in eval mode has a rollout's routes and isn't replayed: it is "
-                        "taken for an evaluation. If it takes old log-probs, they don't go with the update, "
-                        "which is replayed: follow(model, eval_mode=True), and evaluations into paused()"
-                    )
+            if why == _EVAL and not self._warned and (self._has_rollouts or carried is not None):
+                self._warned = True
+                logger.warning(
+                    "[npu_replay] a call in eval mode isn't replayed: it is taken for an evaluation. If it "
+                    "takes old log-probs, they don't go with the update, which replays a rollout's routes: "
+                    "follow(model, eval_mode=True), and evaluations into paused()"
+                )
         return fed
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
@@ -335,12 +329,6 @@ class TokenRoutes(RouteSource):
         self.give(0, number, routes)
         self.records = bool(self._new)
 
-    def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
-        with contextlib.suppress(MicroBatchError):
-            fed = fed_sequences(call, self._placeholders, keys)
-            return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
-        return False  # a call without token ids
-
     def ends(self, forward: MicroBatch) -> None:
         self.given.clear()
         fed = self._fed
@@ -435,9 +423,10 @@ class TokenRoutes(RouteSource):
         expected = "each sequence of an update to have been recorded before, or to come from put()"
         cause = (
             "no pass for old log-probs came before this update (TRL leaves it out where each update follows "
-            "its own generation: then there is nothing to replay), the text was cut or extended in between, "
-            "it has another image, or one that is padded to its batch, another rank recorded it, or it is a "
-            "loss on other texts (ptx, SFT), which belongs into paused()"
+            "its own generation: then there is nothing to replay), or it ran in eval mode: follow(model, "
+            "eval_mode=True); the text was cut or extended in between, it has another image, or one that is "
+            "padded to its batch, another rank recorded it, max_bytes is too small, or it is a loss on other "
+            "texts (ptx, SFT), which belongs into paused()"
         )
         if not self._records_new:
             expected = f"{KEYWORDS[0]}= with each call of the policy, or put() before it"
@@ -446,16 +435,13 @@ class TokenRoutes(RouteSource):
                 "none (ms-swift then hands on nobody's); TRL's mask_truncated_completions=True, which hides "
                 "an answer from the call; or it is an evaluation, which belongs into paused()"
             )
-        elif self.left_alone[_EVAL]:
-            cause = "the old log-probs are taken in eval mode: follow(model, eval_mode=True)"
-        if self.store.dropped:
-            cause = f"max_bytes={self.store.max_bytes}, for which {self.store.dropped} sequences were dropped"
         first, end = fed.spans[at]
         alone = dict(self.left_alone) or "none"
         return MicroBatchError(
             "no routes are known for this sequence",
             where=f"sequence {at} ({end - first} tokens)",
             expected=expected,
-            got=f"{known} of {len(fed.marks)} known; {len(self.store)} held, calls left alone: {alone}",
+            got=f"{known} of {len(fed.marks)} known; {len(self.store)} held, {self.store.dropped} dropped "
+            f"for max_bytes={self.store.max_bytes}, calls left alone: {alone}",
             cause=cause,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_replay.errors import InvalidRoutes, ReplayError, RouteFileError
+from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.routes.checks import Array
 from npu_replay.routes.mismatch import difference
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -33,7 +33,6 @@ class Comparison:
         alone_in_a, alone_in_b: samples of a folder that have no partner in the other.
         rows: of all samples compared, with and without a route.
         tokens: rows with a route on both sides; the fields below count only these.
-        without_route_in_a, without_route_in_b: rows.
         layers: by decoder layer, the `_COUNTS`, int64 [4].
         unsure: samples without a fingerprint on a side, which may be of different sequences.
     """
@@ -46,8 +45,6 @@ class Comparison:
     alone_in_b: int = 0
     rows: int = 0
     tokens: int = 0
-    without_route_in_a: int = 0
-    without_route_in_b: int = 0
     differing_tokens: int = 0
     layers: dict[int, Array] = field(default_factory=dict)
     unsure: int = 0
@@ -74,8 +71,6 @@ class Comparison:
         self.samples += 1
         self.unsure += unsure
         self.rows += len(a)
-        self.without_route_in_a += int((~a.recorded).sum())
-        self.without_route_in_b += int((~b.recorded).sum())
         # In a folder, one sample without common routes must not stop the comparison of the others.
         if self.folders and len(a) == len(b) and not (a.recorded & b.recorded).any():
             return
@@ -108,8 +103,7 @@ class Comparison:
         if self.folders:
             alone = f"{self.alone_in_a:,} of A, {self.alone_in_b:,} of B"
             yield f"{self.samples:,} samples compared; without a partner: {alone}"
-        without = f"{self.without_route_in_a:,} in A, {self.without_route_in_b:,} in B"
-        yield f"{self.tokens:,} of {self.rows:,} tokens compared; rows without a route: {without}"
+        yield f"{self.tokens:,} of {self.rows:,} tokens compared: those with a route on both sides"
         if self.unsure:
             of = f"{self.unsure:,} of {self.samples:,} samples have" if self.folders else "there is"
             yield f"not checked: that the tokens are the same, since {of} no fingerprint on one side or both"
@@ -119,15 +113,14 @@ class Comparison:
         table = []
         lines = [(str(layer), _described(counts)) for layer, counts in sorted(self.layers.items())]
         for name, counts in [*lines, ("all", whole | {"token_layers": self.tokens})]:
-            shares = percent(counts["token_share"]), percent(counts["expert_share"])
+            shares = f"{counts['token_share']:.2%}", f"{counts['expert_share']:.2%}"
             table.append((name, f"{counts['token_layers']:,}", *shares))
         yield Table(titles, table, numbers=range(1, 4))
         yield ""
         if whole["differing"]:
-            shares = percent(whole["token_share"]), percent(whole["expert_share"])
-            anywhere = percent(self.differing_tokens / self.tokens)
-            words = f"different: {shares[0]} of token-layers, {shares[1]} of experts"
-            yield f"{words}; {anywhere} of tokens differ in some layer"
+            anywhere = self.differing_tokens / self.tokens
+            experts = f"{whole['expert_share']:.2%} of experts; {anywhere:.2%} of tokens differ in some layer"
+            yield f"different: {whole['token_share']:.2%} of token-layers, {experts}"
         else:
             yield "the same: every token compared has the same experts in every layer"
 
@@ -144,32 +137,8 @@ def compare_paths(a: Path, b: Path) -> Comparison:
     """Compare two files that RoutedExperts.save wrote, or the samples of two folders of a RouteStore.
 
     Raises:
-        ReplayError: other kinds of paths, or routes of other layers, experts or sequences.
+        ReplayError: a path of another kind, or routes of other layers, experts or sequences.
     """
-    wanted = "two files of RoutedExperts.save, or two folders of a RouteStore"
-    for path in (a, b):
-        if not path.is_dir() and not path.is_file():
-            raise RouteFileError(
-                "this is no plain file" if path.exists() else "there is no such file or folder",
-                where=str(path),
-            )
-        if path.suffix == ".npy":
-            raise RouteFileError(
-                "an .npy array doesn't say which layers and experts its rows are of",
-                where=str(path),
-                expected=wanted,
-                got="an .npy file",
-                cause="an engine's rows: decode them (npu_replay.from_vllm, from_sglang), or build "
-                "RoutedExperts(ids=..., layers=..., num_experts=...), and save() what comes",
-            )
-    if a.is_dir() != b.is_dir():
-        folder, file = (a, b) if a.is_dir() else (b, a)
-        raise ReplayError(
-            "a folder and a file can't be compared",
-            expected=wanted,
-            got=f"the folder {folder} and the file {file}",
-            cause="one shard of a RouteStore in the place of its folder",
-        )
     comparison = Comparison(a=str(a), b=str(b), folders=a.is_dir())
     if comparison.folders:
         pairs = _in_folders(RouteStore(a), RouteStore(b), comparison)
@@ -218,14 +187,3 @@ def _in_folders(
     for ours, theirs in partners.items():
         key = ours if ours == theirs else f"{ours} and {theirs}"
         yield f"{where}, {key}", a[ours], b[theirs]
-
-
-def percent(share: float) -> str:
-    """Return a share as text: never 0.00% where something differs, never 100.00% where something doesn't.
-
-    >>> percent(1e-9), percent(0.034), percent(1 - 1e-9)
-    ('< 0.01%', '3.40%', '> 99.99%')
-    """
-    if 0 < share < 0.0001:
-        return "< 0.01%"
-    return "> 99.99%" if 0.9999 < share < 1 else f"{share:.2%}"

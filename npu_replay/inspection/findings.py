@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +18,6 @@ from npu_replay.tables import Part, Table
 
 _REFUSED = 20
 """The number of refused sequences that are named one by one."""
-_WRONG = "#b3452c"
-_RIGHT = "#2f8a5b"
-_COLOURS = ("#ffffff", "#9dbbd8", "#3b6ea5", "#12263d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +37,6 @@ class Verdict:
     rows: int = 0
     layers: int = 0
     topk: int = 0
-    dtype: str = ""
-    nbytes: int = 0
     facts: tuple[str, ...] = ()
 
 
@@ -107,8 +99,6 @@ class Inspection:
                 rows=rows,
                 layers=len(routes.layers),
                 topk=routes.topk,
-                dtype=str(ids.dtype),
-                nbytes=ids.nbytes,
                 facts=tuple(facts),
             )
         )
@@ -136,7 +126,7 @@ class Inspection:
 
     @property
     def good(self) -> bool:
-        return bool(self.verdicts) and not self.bad
+        return not self.bad
 
     def to_json(self) -> str:
         findings = {
@@ -148,7 +138,7 @@ class Inspection:
             "layers": self.layers,
             "unchecked": self.unchecked,
         }
-        error = {} if self.good else {"error": self.bad[0].problem if self.bad else "no sequence is in it"}
+        error = {} if self.good else {"error": self.bad[0].problem}
         return json.dumps(error | findings, indent=2)
 
     def parts(self) -> Iterator[Part]:
@@ -156,12 +146,11 @@ class Inspection:
         if seen := [verdict for verdict in self.verdicts if verdict.layers]:
             first = seen[0]
             experts = max(1, self.num_experts)
-            tokens, rows, size = (
-                sum(getattr(verdict, name) for verdict in seen) for name in ("tokens", "rows", "nbytes")
-            )
+            tokens = sum(verdict.tokens for verdict in seen)
+            rows = sum(verdict.rows for verdict in seen)
             several = f"{len(seen):,} sequences, " if len(seen) > 1 else ""
             model = f"top-{first.topk} of {self.num_experts} experts in {first.layers} layers"
-            yield f"{several}{tokens:,} tokens, {rows:,} with a route; {model}; {first.dtype}, {size:,} bytes"
+            yield f"{several}{tokens:,} tokens, {rows:,} with a route; {model}"
             if len(seen) == 1 and first.facts:
                 yield ", ".join(first.facts)
             yield ""
@@ -181,8 +170,6 @@ class Inspection:
             all_of_them = f" ({count:,} sequences)" if count > 1 else ""
             limited = ", as far as it could be checked" if self.unchecked else ""
             yield f"ok{all_of_them}{limited}"
-        elif not bad:
-            yield "refused: there is no sequence in it"
         elif count == 1:
             yield f"refused: {bad[0].problem}"
         else:
@@ -190,40 +177,3 @@ class Inspection:
             yield from (f"- {verdict.name}: {verdict.problem}" for verdict in bad[:_REFUSED])
             if len(bad) > _REFUSED:
                 yield f"- and {len(bad) - _REFUSED:,} more: --json has them all"
-
-    def picture(self) -> bytes:
-        """Draw the load as PNG: layers against experts, and how often each was named. Needs matplotlib."""
-        from matplotlib.colors import LinearSegmentedColormap
-        from matplotlib.figure import Figure
-
-        layers = sorted(self.load)
-        figure = Figure(
-            figsize=(9, min(9.0, max(3.2, 1.8 + 0.14 * len(layers)))), layout="constrained", dpi=110
-        )
-        figure.suptitle(f"{Path(self.path).name}: {self.what}", x=0.01, ha="left", weight="bold")
-        if layers:
-            missing = [(0, self.num_experts - len(self.load[layer])) for layer in layers]
-            counts = np.stack(
-                [np.pad(self.load[layer], pad) for layer, pad in zip(layers, missing, strict=True)]
-            )
-            shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True)) * self.num_experts
-            axes = figure.subplots()
-            colours = LinearSegmentedColormap.from_list("load", _COLOURS)
-            top = max(2.0, float(np.percentile(shares, 99.5)))
-            image = axes.imshow(shares, aspect="auto", interpolation="none", cmap=colours, vmin=0, vmax=top)
-            bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02, aspect=30)
-            bar.set_label("times the even share", fontsize=9)
-            bar.outline.set_visible(False)
-            axes.set(xlabel="expert", ylabel="decoder layer")
-            axes.set_title("Load: how often each expert was named; white is never", loc="left", fontsize=10)
-            places = range(0, len(layers), max(1, -(-len(layers) // 12)))
-            axes.set_yticks(list(places), [str(layers[place]) for place in places])
-            axes.spines[:].set_visible(False)
-        wrong = [verdict.problem for verdict in self.bad]
-        several = f"{len(wrong)} of {len(self.verdicts)} refused. " if len(self.verdicts) > 1 else ""
-        sentence = several + (wrong[0] if wrong else "ok")
-        words = textwrap.fill(textwrap.shorten(sentence, 380), 120)
-        figure.supxlabel(words, x=0.01, ha="left", fontsize=10, color=_WRONG if wrong else _RIGHT)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Description": sentence})
-        return buffer.getvalue()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
 from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import Array
+from npu_replay.routes.encoding import read_errors_as
 from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
 from npu_replay.routes.store import RouteStore
@@ -33,9 +33,6 @@ KINDS = (
     "routes that RoutedExperts.save or to_bytes made, a folder of RouteStore, an .npy array, or a whole "
     "answer of vLLM or SGLang as JSON"
 )
-MOST_BYTES = 2 << 30
-"""The most bytes of JSON or of an array that are read; parsed JSON takes several times as much memory."""
-_MOST_TOKENS = 1 << 23  # limit where only the number of tokens is known
 _NO_MODEL = "layers and experts against the model: give --config"
 _NO_IDS = "its tokens: give the ids (--prompt-ids, --output-ids)"
 _NO_FINGERPRINT = "its tokens but for their number: these routes have no fingerprint"
@@ -61,7 +58,6 @@ def inspect(
     path: Path,
     *,
     config: Path | None = None,
-    engine: Engine | None = None,
     version: str = "",
     prompt_ids: Path | None = None,
     output_ids: Path | None = None,
@@ -73,9 +69,8 @@ def inspect(
     Args:
         path: see `KINDS`.
         config: the model's config.json, or its folder; an engine's rows can't be decoded without.
-        engine: the engine of an array or answer; None detects it, for an answer.
         version: the engine's release, for the causes of errors.
-        prompt_ids, output_ids: JSON of token ids, one list, or a list a sequence.
+        prompt_ids, output_ids: JSON of a list of token ids.
         start: the token of the first row (`routed_experts_prompt_start`, `routed_experts_start_len`).
         sample: a store's key, or the number of an answer's completion: only that one.
 
@@ -92,10 +87,9 @@ def inspect(
         path=path,
         findings=Inspection(path=str(path)),
         model=None if config is None else RoutedModel.from_config(config),
-        engine=engine,
         version=version,
-        prompts=_token_lists(prompt_ids),
-        outputs=_token_lists(output_ids),
+        prompt=_token_ids(prompt_ids),
+        output=_token_ids(output_ids),
         start=start,
         sample=sample,
     )
@@ -106,7 +100,6 @@ def inspect(
     if begins.startswith(b"\x93NUMPY"):
         reader.add_array(_contents(path))
     elif begins[7:9] == b"\0{":  # eight bytes of a length, then JSON; in a text no byte is 0
-        reader.refuse_sample()
         reader.findings.what = "a file of RoutedExperts.save or to_bytes"
         reader.add_saved(lambda: RoutedExperts.load(path), str(path))
     else:
@@ -119,33 +112,20 @@ class _Reader:
     """Holds the arguments of `inspect` and its findings.
 
     Attributes:
-        prompts, outputs: [tokens] int64 each; one for all sequences, or one each; empty if not given.
+        prompt, output: [tokens] int64; None if not given.
     """
 
     path: Path
     findings: Inspection
     model: RoutedModel | None
-    engine: Engine | None
     version: str
-    prompts: tuple[Array, ...]
-    outputs: tuple[Array, ...]
+    prompt: Array | None
+    output: Array | None
     start: int
     sample: str | None
 
-    def ids(self, number: int) -> tuple[Array | None, Array | None]:
-        ids: list[Array | None] = []
-        for option, lists in (("--prompt-ids", self.prompts), ("--output-ids", self.outputs)):
-            if len(lists) >= 2 and number >= len(lists):
-                raise ReplayError(
-                    f"{option} has too few lists",
-                    expected="one list of ids, or a list for each sequence",
-                    got=f"{len(lists)}, none for sequence {number}",
-                )
-            ids.append(lists[number if len(lists) > 1 else 0] if lists else None)
-        return ids[0], ids[1]
-
     def tokens(self) -> Array | None:
-        parts = [ids for ids in self.ids(0) if ids is not None]
+        parts = [ids for ids in (self.prompt, self.output) if ids is not None]
         return np.concatenate(parts) if parts else None
 
     def needed_model(self) -> RoutedModel:
@@ -158,15 +138,6 @@ class _Reader:
             )
         return self.model
 
-    def refuse_sample(self) -> None:
-        ReplayError.unless(
-            self.sample is None,
-            "there is one sequence in this file",
-            where=str(self.path),
-            expected="no --sample",
-            got=f"--sample {self.sample}",
-        )
-
     # Routes that npu_replay wrote
 
     def add_folder(self) -> None:
@@ -178,13 +149,6 @@ class _Reader:
             where=where,
             expected=f"one of {len(store)} keys, such as {next(iter(store), 'none')}",
             got=self.sample,
-        )
-        ReplayError.unless(
-            self.sample is not None or not (self.prompts or self.outputs),
-            "these ids are one sample's",
-            where=where,
-            expected="--sample KEY with them",
-            got="no --sample",
         )
         self.findings.what = f"a folder of RouteStore, {len(store):,} samples"
         for key in list(store) if self.sample is None else [self.sample]:
@@ -227,14 +191,9 @@ class _Reader:
 
     def add_array(self, npy: bytes) -> None:
         """Add rows without an answer around them, [rows, columns, topk]; the last token's may be -1."""
-        self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
         source = Source(engine=str(self.path), faults=_OF_ARRAYS)
         self.findings.what = "an .npy array"
-        if self.engine is not None:
-            decoder = vllm if self.engine == "vllm" else sglang
-            source = replace(decoder.source(self.version), field=str(self.path))
-            self.findings.what += f" of {_named(self.engine, self.version)}"
 
         def routes() -> RoutedExperts:
             rows = payloads.from_npy(npy, source=source, most=len(npy))
@@ -251,7 +210,7 @@ class _Reader:
 
     def add_answer(self, answer: Any) -> None:
         """Add the sequences of an engine's answer, decoded as its decoder does."""
-        engine = self.engine or whose(answer)
+        engine = whose(answer)
         version = self.version
         if engine is None:
             server_answers.opened(answer, str(self.path), KINDS)  # raises if it is a server's error
@@ -260,19 +219,18 @@ class _Reader:
                 where=str(self.path),
                 expected="routed_experts or prompt_routed_experts (vLLM), meta_info or sglext (SGLang)",
                 got=sorted(map(quoted, answer))[:8] if isinstance(answer, dict) else type(answer).__name__,
-                cause="an engine or a request that wasn't asked for routes, or a file of something else; "
-                "--engine vllm or sglang names the engine",
+                cause="an engine or a request that wasn't asked for routes, or a file of something else",
             )
         model = self.needed_model()
-        several: list[tuple[str, int, Any]]
+        several: list[tuple[str, Any]]
         if engine == "vllm":
             version = version or (vllm.said_release(answer) if isinstance(answer, dict) else "")
             read = vllm.read(answer, version)
-            several = [(f"completion {part.number}", part.number, part) for part in read]
+            several = [(f"completion {part.number}", part) for part in read]
         else:
             listed = answer if isinstance(answer, list) else [answer]
-            several = [(f"answer {number}", number, part) for number, part in enumerate(listed)]
-        self.findings.what = f"an answer of {_named(engine, version)}"
+            several = [(f"answer {number}", part) for number, part in enumerate(listed)]
+        self.findings.what = f"an answer of {NAMES[engine]} {version or '(release not given)'}"
         chosen = [part for at, part in enumerate(several) if self.sample in (None, str(at), part[0])]
         ReplayError.unless(
             bool(chosen),
@@ -281,7 +239,7 @@ class _Reader:
             expected=f"0 to {len(several) - 1}",
             got=self.sample,
         )
-        for name, number, answer_part in chosen:
+        for name, answer_part in chosen:
             called = name if len(several) > 1 else ""
             try:
                 answer_read = sglang.read(answer_part, version) if engine == "sglang" else answer_part
@@ -289,7 +247,7 @@ class _Reader:
                 self.findings.refuse(called, error)
                 continue
             # Unknown tokens all get one id, so that equal rows are no fault.
-            ids_given = list(self.ids(number))
+            ids_given = [self.prompt, self.output]
             named = True
             known = (
                 (answer_read.prompt_ids, answer_read.prompt_tokens),
@@ -297,8 +255,7 @@ class _Reader:
             )
             for part, (ids, count) in enumerate(known):
                 if ids_given[part] is None and ids is None:
-                    fits = count is not None and count < _MOST_TOKENS
-                    ids_given[part] = np.zeros(count or 0, np.int64) if fits else None
+                    ids_given[part] = None if count is None else np.zeros(count, np.int64)
                     named = False
             routes = partial(answer_read.routes, model, ids_given[0], ids_given[1], self.start)
             self.findings.add(routes, name=called, named=named, unchecked=[] if named else [_NO_TOKENS])
@@ -316,67 +273,31 @@ def whose(answer: Any) -> Engine | None:
     if "prompt_routed_experts" in answer or named:
         return "vllm"
     fields = {*answer, *(field for choice in choices for field in choice)}
-    if fields & {"sglext", "meta_info", "matched_stop", "routed_experts"}:
-        return "sglang"
-    return "vllm" if fields & {"stop_reason", "prompt_logprobs", "kv_transfer_params"} else None
-
-
-def _named(engine: Engine, version: str) -> str:
-    return f"{NAMES[engine]} {version or '(release not given)'}"
+    return "sglang" if fields & {"sglext", "meta_info", "routed_experts"} else None
 
 
 # Files
 
 
-def _contents(path: Path, most: int | None = None) -> bytes:
-    """Return the bytes of a plain file, or its first ones; its size is checked before it is read."""
-    where = str(path)
-    try:
-        RouteFileError.unless(path.exists(), "there is no such file", where=where)
-        with plain_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if most is None and size > MOST_BYTES:
-                raise RouteFileError(
-                    "the file is too large to look at",
-                    where=where,
-                    expected=f"at most {MOST_BYTES:,} bytes",
-                    got=f"{size:,}",
-                )
-            data: bytes = file.read() if most is None else file.read(most)
-    except (OSError, ValueError, MemoryError) as error:
-        raise RouteFileError(f"the file can't be read ({error})", where=where) from error
-    RouteFileError.unless(bool(data), "the file is empty", where=where)
+def _contents(path: Path, most: int = -1) -> bytes:
+    """Return the bytes of a plain file, or its first ones."""
+    with read_errors_as("the file can't be read", "", path), plain_file(path) as file:
+        data: bytes = file.read(most)
+    RouteFileError.unless(bool(data), "the file is empty", where=str(path))
     return data
 
 
 def _parsed(path: Path) -> Any:
-    text = _contents(path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        streamed = text[:5] == b"data:"
-        raise RouteFileError(
-            "this is a stream of pieces" if streamed else "nobody knows what this file is",
-            where=str(path),
-            expected=KINDS,
-            got=f"a file that begins with {text[:24]!r} ({str(error)[:200]})",
-            cause="routes come with whole answers: ask for one with stream=false" if streamed else "",
-        ) from error
+    with read_errors_as("nobody knows what this file is", f"a file of something else than {KINDS}", path):
+        return json.loads(_contents(path))
 
 
-def _token_lists(path: Path | None) -> tuple[Array, ...]:
-    """Read token ids from a JSON file: one list, or a list of them; [tokens] int64 each."""
+def _token_ids(path: Path | None) -> Array | None:
+    """Read a JSON list of token ids, [tokens] int64."""
     if path is None:
-        return ()
+        return None
     value = _parsed(path)
-    nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
-    lists = [as_token_ids(ids) for ids in (value if nested else [value])]
-    known = tuple(ids for ids in lists if ids is not None)
-    ReplayError.unless(
-        len(known) == len(lists),
-        "these aren't token ids",
-        where=str(path),
-        expected="JSON: [1, 2, 3], or a list of such",
-        got=quoted(value),
-    )
-    return known
+    ids = as_token_ids(value)
+    if ids is None:
+        raise ReplayError("these aren't token ids", where=str(path), expected="[1, 2, 3]", got=quoted(value))
+    return ids

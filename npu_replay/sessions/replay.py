@@ -141,7 +141,7 @@ class ListedRoutes(RouteSource):
     def __init__(self, routes: Any) -> None:
         super().__init__()
         self.routes = list_of(
-            routes, RoutedExperts, "routes", "recording.routes was meant", kind=MicroBatchError
+            routes, RoutedExperts, "routes", "[routes] or recording.routes was meant", kind=MicroBatchError
         )
         MicroBatchError.unless(
             bool(self.routes),

@@ -47,7 +47,6 @@ class Options:
 
     def check(self, processes: int) -> None:
         """Raise WrongOption if this number of processes can't run this, or the report can't be written."""
-        options.WrongOption.unless(self.vp == 1 or self.pp > 1, "--vp needs a pipeline: --pp 2 or more")
         options.WrongOption.unless(
             processes % self.multiple == 0,
             f"these sizes need a multiple of {self.multiple} processes, and there "

@@ -22,8 +22,6 @@ from npu_replay.smoke.model import TOPK
 from npu_replay.smoke.options import SIZES, Options
 from npu_replay.tables import width, wrapped
 
-SCHEMA = 1
-KIND = "npu_replay smoke"
 PASS = "PASS"
 FAIL = "FAIL"
 _WIDTH = 13  # of a feature's name
@@ -45,7 +43,6 @@ class Result:
     result: str
     why: str
     rank: int | None = None
-    seconds: float = 0.0
     trace: list[str] = field(default_factory=list)
 
 
@@ -70,8 +67,8 @@ class Report:
     def to_json(self) -> str:
         sizes = ("layers", "experts", "micro_batches")
         about = {
-            "schema": SCHEMA,
-            "kind": KIND,
+            "schema": 1,
+            "kind": "npu_replay smoke",
             "passed": self.passed,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "options": {name: getattr(self.options, name) for name in (*SIZES, "recompute", "device")},

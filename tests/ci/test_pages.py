@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -82,15 +79,6 @@ def test_a_package_page_has_no_link_that_needs_the_repository(tmp_path: Path) ->
 # docs/versions.md has the reports that users have sent
 
 
-def written(*results: Result) -> dict[str, Any]:
-    """What the command writes."""
-    report = Report(Options(tp=2, ep=2, recompute=True), 4, torch.device("cpu"), list(results))
-    return json.loads(report.to_json())
-
-
-GOOD = (Result("replay", "softmax", PASS, "seen", None, 0.5), Result("recompute", "softmax", PASS, "seen"))
-
-
 def test_the_page_shows_the_reports_that_are_here() -> None:
     page = verified.PAGE.read_text(encoding="utf-8")
     assert page == verified.pages.rewritten(page, verified.MARKS, verified.table()), (
@@ -104,32 +92,12 @@ def test_the_page_shows_the_reports_that_are_here() -> None:
     )
 
 
-SPOILT: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda found: found.update(schema=2), "schema 2"),
-    (lambda found: found.update(host="node17"), "host missing or not known"),
-    (lambda found: found.pop("machine"), "machine missing or not known"),
-    (lambda found: found["versions"].update(torch=2.9), "versions, torch is float"),
-]
-OF_SMOKE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda found: found["options"].update(tp=True), "options, tp is bool"),
-    (lambda found: found["results"][0].update(result="OK"), "result 0 is 'OK'"),
-    (lambda found: found["results"][0].update(result="FAIL"), "passed doesn't agree"),
-    (lambda found: found["results"].clear(), "passed doesn't agree"),
-]
-OF_DEVICE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda found: found.update(passed=True), "passed doesn't agree"),
-    (lambda found: found.update(parts=[{"part": "smoke"}]), "part 0: "),
-]
-
-
-def test_what_the_commands_write_is_a_report_and_what_is_none_is_refused() -> None:
-    failed = Result("bytes", "groups", FAIL, "others", 3, 0.1, ["a.py:1 f"])
-    assert verified.problems(written(*GOOD, failed)) == []
-    of_device = json.loads((verified.FOLDER / "device-cpu-quick.json").read_text()) | {"passed": False}
-    next(part for part in of_device["parts"] if part["part"] == "smoke")["result"] = "FAIL"
-    for made, spoilt in ((written(*GOOD), SPOILT + OF_SMOKE), (of_device, SPOILT + OF_DEVICE)):
-        assert verified.problems(copy.deepcopy(made)) == []
-        for spoil, words in spoilt:
-            report = copy.deepcopy(made)
-            spoil(report)
-            assert words in "; ".join(verified.problems(report))
+def test_what_smoke_writes_is_a_row_and_a_fail_is_shown_as_one() -> None:
+    """Of a bench and tests on a device: tests/device/test_device_sh.py."""
+    results = [Result("replay", "softmax", PASS, "seen"), Result("recompute", "softmax", FAIL, "others", 3)]
+    report = json.loads(
+        Report(Options(tp=2, ep=2, recompute=True), 4, torch.device("cpu"), results).to_json()
+    )
+    row = verified.row(report, "lab--cpu")
+    assert len(row) == len(verified.TITLES[verified.SMOKE])
+    assert {"4, tp 2, ep 2, recompute", "not recompute", "lab"} <= {*row}

