@@ -53,7 +53,7 @@ _DOCTOR = """
 import json, sys
 from dataclasses import asdict
 from npu_replay.doctor.diagnose import diagnose
-found = diagnose()
+found = diagnose(imports=True)
 told = {"trials": found.trials, "faults": [asdict(one) for one in found.faults]}
 json.dump(told, open(sys.argv[1], "w"))
 for fault in found.faults:

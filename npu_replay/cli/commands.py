@@ -44,6 +44,7 @@ def parser() -> Parser:
         "npu-replay doctor",
         "npu-replay doctor --json > doctor.json",
     )
+    doctor.add_argument("--imports", action="store_true", help="Also import transformers (some seconds).")
     doctor.add_report("JSON file for what was found.")
 
     inspect = _add(
@@ -134,7 +135,7 @@ def _doctor(options: Namespace) -> int:
 
     check_out(options.out, force=options.force)
     err().write("Imports what a job imports and tries a replay on each device: 10 seconds to a minute\n")
-    diagnosis = diagnose()
+    diagnosis = diagnose(imports=options.imports)
     _end(options, diagnosis)
     return 0 if diagnosis.works else FAULT
 

@@ -29,14 +29,23 @@ from npu_replay.tables import Part, Table
 
 _MEGATRON = probe.MEGATRON
 _TRANSFORMERS = probe.TRANSFORMERS
+_PRODUCTS = {
+    adaptors.UNDER_ADAPTOR: probe.ADAPTOR,
+    adaptors.UNDER_MINDSPEED: "mindspeed",
+    _MEGATRON: "megatron-core",
+    _TRANSFORMERS: "transformers",
+}
+"""Maps each of these capabilities to its product."""
+_NEED = {
+    _MEGATRON: ("Megatron's own replay", "Megatron-core on the CPU", *adaptors.MODULES),
+    adaptors.UNDER_ADAPTOR: (adaptors.UNDER_MINDSPEED,),
+    adaptors.UNDER_MINDSPEED: (),
+}
+"""Maps a capability to those that are lost with it."""
 _ROUTER = "megatron.core.transformer.moe.router"
+_QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 _ACCELERATORS = {device.NAME: device for device in ACCELERATORS}
-_REMEDY = (
-    "this import has to work in a new process. Usual causes: a package that Megatron-core or MindSpeed needs "
-    "isn't installed; Megatron-core is a wheel, which has no megatron.training, and MindSpeed needs it (put "
-    "a Megatron-LM source tree first on PYTHONPATH); or a release is one that npu_replay doesn't know "
-    "(docs/versions.md), where NPU_REPLAY_STRICT=off goes on"
-)
+_REFUSED = "can't be replayed: "
 _OURS = "this is a fault of npu_replay or of this torch: please report it, with npu-replay doctor --json"
 _PATIENCE = 120  # seconds; the first NPU kernel takes tens of them to compile
 
@@ -93,8 +102,13 @@ class Diagnosis:
                 yield f"  {fault.remedy}"
 
 
-def diagnose() -> Diagnosis:
-    """Look, import Megatron-core as a job does, and try record, replay and recompute on every device."""
+def diagnose(*, imports: bool = False) -> Diagnosis:
+    """Look, import Megatron-core, and try record, replay and recompute on every device.
+
+    Args:
+        imports: also import transformers, in another process as Megatron-core, which takes some seconds and
+            finds what the framework itself lacks.
+    """
     here = report()
     capabilities = {capability.name: capability for capability in here.capabilities}
     trials = {"cpu": self_test.run("cpu")}
@@ -107,20 +121,30 @@ def diagnose() -> Diagnosis:
         why = problem or "tried: recorded, replayed, recomputed"
         capabilities[kind.upper()] = Capability(kind.upper(), "broken" if problem else "works", why, remedy)
 
+    def put(name: str, problem: str, modules: tuple[str, ...]) -> None:
+        if not problem:
+            capabilities[name] = replace(capabilities[name], why=f"{capabilities[name].why}; imports")
+            return
+        product = next(product for product in here.products if product.name == _PRODUCTS[name])
+        remedy = f"python -c 'import {', '.join(modules)}' has to work with what is in {product.where}"
+        if problem.startswith(_REFUSED):
+            remedy = "take a release that npu_replay knows (docs/versions.md); NPU_REPLAY_STRICT=off goes on"
+        elif "megatron.training" in problem:
+            remedy = "put a Megatron-LM source tree first on PYTHONPATH: a wheel has no megatron.training"
+        says = f"{product.name} {product.version}".rstrip()  # MindSpeed's source has none
+        capabilities[name] = Capability(name, "broken", f"{says} {problem}", remedy)
+
     if capabilities[_MEGATRON].there:
         layers = [name for name in adaptors.MODULES if capabilities[name].there]
-        modules = (*(adaptors.MODULES[name] for name in layers), _ROUTER)
-        problem = _try(__name__, *modules)
-        if problem:
-            why = f"import {', '.join(modules)}: {problem}"
-            capabilities[_MEGATRON] = Capability(_MEGATRON, "broken", why, _REMEDY)
-            for name in layers:
-                capabilities[name] = Capability(name, "missing", f"{_MEGATRON} is broken")
-        else:
-            why = f"{capabilities[_MEGATRON].why}; imports"
-            capabilities[_MEGATRON] = replace(capabilities[_MEGATRON], why=why)
+        for name, problem, modules in _import_as_jobs_do(layers):
+            put(name, problem, modules)
+            for other in _NEED[name] if problem else ():
+                if other in capabilities and capabilities[other].there:
+                    capabilities[other] = Capability(other, "missing", f"{name} is broken")
+    if imports and capabilities[_TRANSFORMERS].there:
+        put(_TRANSFORMERS, _try(__name__, _QWEN), (_QWEN,))
     # The capabilities without which replay fails; other missing ones only affect what needs them.
-    decisive = {_MEGATRON, _TRANSFORMERS, *adaptors.MODULES, "CPU", *map(str.upper, _ACCELERATORS)}
+    decisive = {*_PRODUCTS, "CPU", *(kind.upper() for kind in _ACCELERATORS)}
     if plugin.wanted():
         decisive.add(plugin.CAPABILITY)
     every = tuple(capabilities.values())
@@ -135,6 +159,29 @@ def diagnose() -> Diagnosis:
         remedy = "; or ".join(capability.remedy for capability in frameworks)
         faults.append(Capability("routers", "missing", "no framework whose routers are recognised", remedy))
     return Diagnosis(replace(here, capabilities=every), trials, tuple(faults))
+
+
+def _import_as_jobs_do(layers: list[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Import Megatron after what adapts it; yield each capability whose product is at fault, and Megatron's.
+
+    Yields the capability, the problem, which is empty for a Megatron that imports, and the modules in their
+    order. A layer is at fault if the import goes well without it, or fails in another way.
+
+    Args:
+        layers: capabilities of what adapts Megatron, in the order of import.
+    """
+    modules = (*(adaptors.MODULES[name] for name in layers), _ROUTER)
+    problem = _try(__name__, *modules)
+    for count in reversed(range(len(layers))) if problem else ():
+        fewer = (*modules[:count], _ROUTER)
+        without = _try(__name__, *fewer)
+        if without != problem:
+            yield layers[count], problem, modules
+        modules = fewer
+        problem = without
+        if not problem:
+            break
+    yield _MEGATRON, problem, modules
 
 
 def _try(module: str, *arguments: str) -> str:
@@ -154,8 +201,12 @@ def _try(module: str, *arguments: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {_PATIENCE} s"
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
     printed = done.stdout.strip().splitlines()
     complaint = done.stderr.strip().splitlines()
+    if done.returncode < 0:
+        return f"the process was killed by signal {-done.returncode}"
     if done.returncode or not printed:
         return complaint[-1] if complaint else f"the process ended with status {done.returncode}"
     try:
@@ -175,7 +226,7 @@ def _import(modules: Iterable[str]) -> str:
     try:
         import_hook.refuse_failures()
     except ReplayError as error:
-        return f"can't be replayed: {error.problem}"
+        return f"{_REFUSED}{error.problem}"
     return ""
 
 

@@ -91,7 +91,7 @@ def follow(
             above it the oldest are dropped, with a WARNING.
         eval_mode: calls in eval mode are recorded or replayed, too, for a loop that takes old log-probs so
             (OpenRLHF). Put evaluations into `paused()` then. Without it such a call takes no routes, also in
-            "R3"; one WARNING says so where a rollout's routes have come.
+            "R3"; one WARNING says so where it had some.
         live_mismatch, min_overlap: see `replay`.
 
     Raises:
@@ -227,13 +227,15 @@ class Following(Session):
             )
         else:
             self.left_alone[why] += 1
-            if why == _EVAL and not self._warned and (self._has_rollouts or carried is not None):
-                self._warned = True
-                logger.warning(
-                    "[npu_replay] a call in eval mode isn't replayed: it is taken for an evaluation. If it "
-                    "takes old log-probs, they don't go with the update, which replays a rollout's routes: "
-                    "follow(model, eval_mode=True), and evaluations into paused()"
-                )
+            if why == _EVAL and not self._warned:  # it may be a pass for old log-probs
+                has_rollout = self._has_rollouts and self._source.has_rollout(call, keys)
+                self._warned = carried is not None or has_rollout
+                if self._warned:
+                    logger.warning(
+                        "[npu_replay] a call in eval mode has a rollout's routes and isn't replayed: it is "
+                        "taken for an evaluation. If it takes old log-probs, they don't go with the update, "
+                        "which is replayed: follow(model, eval_mode=True), and evaluations into paused()"
+                    )
         return fed
 
     def _chunk_ends(self, chunk: int, args: tuple[Any, ...], output: object) -> None:
@@ -328,6 +330,12 @@ class TokenRoutes(RouteSource):
             raise error.at(micro_batch(number)) from None
         self.give(0, number, routes)
         self.records = bool(self._new)
+
+    def has_rollout(self, call: dict[str, Any], keys: Any) -> bool:
+        with contextlib.suppress(MicroBatchError):
+            fed = fed_sequences(call, self._placeholders, keys)
+            return any(self.store.get(mark)[1] for mark in fed.marks + fed.of_tokens)
+        return False  # a call without token ids
 
     def ends(self, forward: MicroBatch) -> None:
         self.given.clear()

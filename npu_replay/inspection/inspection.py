@@ -100,6 +100,7 @@ def inspect(
     if begins.startswith(b"\x93NUMPY"):
         reader.add_array(_contents(path))
     elif begins[7:9] == b"\0{":  # eight bytes of a length, then JSON; in a text no byte is 0
+        reader.refuse_sample()
         reader.findings.what = "a file of RoutedExperts.save or to_bytes"
         reader.add_saved(lambda: RoutedExperts.load(path), str(path))
     else:
@@ -137,6 +138,15 @@ class _Reader:
                 got="no --config",
             )
         return self.model
+
+    def refuse_sample(self) -> None:
+        ReplayError.unless(
+            self.sample is None,
+            "there is one sequence in this file",
+            where=str(self.path),
+            expected="no --sample",
+            got=f"--sample {self.sample}",
+        )
 
     # Routes that npu_replay wrote
 
@@ -191,6 +201,7 @@ class _Reader:
 
     def add_array(self, npy: bytes) -> None:
         """Add rows without an answer around them, [rows, columns, topk]; the last token's may be -1."""
+        self.refuse_sample()
         model, tokens = self.needed_model(), self.tokens()
         source = Source(engine=str(self.path), faults=_OF_ARRAYS)
         self.findings.what = "an .npy array"

@@ -88,8 +88,8 @@ def test_without_any_framework_it_says_how_to_get_one_and_exits_1(
     assert result.stdout.count("put Megatron-LM on PYTHONPATH") == 1
 
 
-def problems() -> list[str]:
-    return [fault.why for fault in doctor.diagnose().faults]
+def problems(**options: bool) -> list[str]:
+    return [fault.why for fault in doctor.diagnose(**options).faults]
 
 
 def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
@@ -131,40 +131,76 @@ def test_a_capture_that_is_asked_for_and_cannot_work_is_a_fault(
 
 
 EINOPS = "doesn't import: No module named 'einops'"
+MEGATRONS = "megatron-core 0.12.1 doesn't import: No module named 'einops'"
+
+
+@pytest.fixture
+def fails(machine: dict[str, Product], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], str]:
+    """A machine with both frameworks; put into it which imports fail, and how."""
+    machine["megatron-core"] = Product("megatron-core", True, "0.12.1")
+    trials: dict[tuple[str, ...], str] = {}
+    monkeypatch.setattr(doctor, "_try", lambda module, *arguments: trials.get(arguments, ""))
+    return trials
+
+
+def test_a_framework_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...], str]) -> None:
+    fails["transformers.models.qwen3_moe.modeling_qwen3_moe",] = EINOPS
+    assert problems() == []
+    assert problems(imports=True) == ["transformers 5.23.0 doesn't import: No module named 'einops'"]
+    fails[MEGATRON,] = EINOPS
+    assert problems() == [MEGATRONS]
+    found = states(doctor.diagnose().report)
+    assert (found["replay on Megatron-core"], found["replay on transformers"]) == ("broken", "works")
+    for other in ("Megatron's own replay", "Megatron-core on the CPU"):
+        assert found.get(other, "missing") == "missing"
+    fails[MEGATRON,] = "can't be replayed: flags failed: a name is gone"
+    (fault,) = doctor.diagnose().faults
+    assert fault.why == "megatron-core 0.12.1 can't be replayed: flags failed: a name is gone"
+    assert "NPU_REPLAY_STRICT=off" in fault.remedy
+
+
+UNDER_ADAPTOR = "MegatronAdaptor 0.1.0 doesn't import: No module named 'einops'"
+WITH_ADAPTOR = ("megatron_adaptor", MEGATRON)
+WITH_BOTH = ("megatron_adaptor", ADAPTOR, MEGATRON)
 
 
 @pytest.mark.parametrize(
-    ("products", "modules"),
+    ("products", "broken", "faults", "lost"),
     [
-        ((), (MEGATRON,)),
-        (("MegatronAdaptor",), ("megatron_adaptor", MEGATRON)),
-        (("mindspeed",), (ADAPTOR, MEGATRON)),
-        (("MegatronAdaptor", "mindspeed"), ("megatron_adaptor", ADAPTOR, MEGATRON)),
+        (("MegatronAdaptor",), [WITH_ADAPTOR], [UNDER_ADAPTOR], []),
+        (("MegatronAdaptor",), [(MEGATRON,)], [], []),  # Megatron needs what MegatronAdaptor lends
+        (("MegatronAdaptor",), [WITH_ADAPTOR, (MEGATRON,)], [MEGATRONS], ["replay under MegatronAdaptor"]),
+        (("MegatronAdaptor", "mindspeed"), [WITH_BOTH], ["mindspeed 0.12.1 doesn't import"], []),
+        (
+            ("MegatronAdaptor", "mindspeed"),
+            [WITH_BOTH, WITH_ADAPTOR],
+            [UNDER_ADAPTOR],
+            ["replay under MindSpeed"],
+        ),
+        (("MegatronAdaptor", "mindspeed"), [WITH_ADAPTOR, (MEGATRON,)], [], []),
+        (("mindspeed",), [(ADAPTOR, MEGATRON)], ["mindspeed 0.12.1 doesn't import"], []),
+        (("mindspeed",), [(ADAPTOR, MEGATRON), (MEGATRON,)], [MEGATRONS], []),
+        (("mindspeed",), [(MEGATRON,)], [], []),  # MindSpeed lends what this Megatron lacks here
     ],
 )
-def test_a_megatron_that_does_not_import_as_jobs_import_it_is_a_fault(
+def test_whose_fault_it_is_shows_without_what_adapts_megatron(
+    fails: dict[tuple[str, ...], str],
     machine: dict[str, Product],
     monkeypatch: pytest.MonkeyPatch,
     products: tuple[str, ...],
-    modules: tuple[str, ...],
+    broken: list[tuple[str, ...]],
+    faults: list[str],
+    lost: list[str],
 ) -> None:
     # a source tree of Megatron-LM
     monkeypatch.setattr("npu_replay.compat.mindspeed.adaptors.find", lambda name: name)
-    machine["megatron-core"] = Product("megatron-core", True, "0.12.1")
     for name in products:
         machine[name] = Product(name, True, "0.1.0" if name == "MegatronAdaptor" else "0.12.1", "/nowhere")
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(doctor, "_try", lambda module, *arguments: asked.append(arguments) or "")
-    assert problems() == []
-    monkeypatch.setattr(doctor, "_try", lambda module, *arguments: asked.append(arguments) or EINOPS)
+    fails.update(dict.fromkeys(broken, EINOPS))
     diagnosis = doctor.diagnose()
-    assert asked == [modules] * 2
-    (fault,) = diagnosis.faults
-    assert fault.why == f"import {', '.join(modules)}: {EINOPS}"
-    assert "megatron.training" in fault.remedy
-    found = states(diagnosis.report)
-    assert found["replay on Megatron-core"] == "broken"
-    assert {found["replay under MindSpeed"], found["replay under MegatronAdaptor"]} == {"missing"}
+    for fault, why in zip(diagnosis.faults, faults, strict=True):
+        assert fault.why.startswith(why)
+    assert [name for name in lost if states(diagnosis.report)[name] != "missing"] == []
 
 
 @pytest.mark.slow
@@ -191,7 +227,7 @@ def test_a_simulated_image_passes_smoke_and_lacks_a_device_alone(tmp_path: Path)
         ("print('noise'); print('{\"problem\": \"it\"}')", "it"),
         ("print('noise'); print('{\"unknown\": 1}')", "the process printed '{\"unknown\": 1}'"),
         ("raise ValueError('why')", "ValueError: why"),
-        ("import os; os.kill(os.getpid(), 9)", "the process ended with status -9"),
+        ("import os; os.kill(os.getpid(), 9)", "the process was killed by signal 9"),
         ("raise SystemExit(3)", "the process ended with status 3"),
         ("import time; time.sleep(60)", "no answer within 1 s"),
     ],

@@ -295,6 +295,15 @@ def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: 
     assert "RoutedExperts(recorded=)" in said
 
 
+@pytest.mark.parametrize("form", ["rows", "bytes", "file"])
+def test_a_sample_of_one_sequence_is_refused(desk: Desk, form: str) -> None:
+    """A number that is meant for another file would be left aside in silence."""
+    what = {"rows": desk.rows, "bytes": ROUTES.to_bytes(), "file": ROUTES}[form]
+    with pytest.raises(ReplayError, match=r"one sequence in this file.*--sample 3"):
+        desk.look(what, sample="3")
+    assert desk.look(what).good
+
+
 def test_a_damaged_file_is_refused(desk: Desk) -> None:
     data = ROUTES.to_bytes()
     path = desk.put(data)
