@@ -100,16 +100,3 @@ def test_another_config_with_the_same_init_method_is_no_copy(config_class: type)
 @pytest.mark.capability("fusion_flag")
 def test_every_config_says_whether_its_router_is_fused(config_class: type) -> None:
     assert config_class(**SIZES).moe_router_fusion is False
-
-
-@pytest.mark.capability("vp_stages")
-def test_the_first_and_the_last_virtual_stage() -> None:
-    from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
-
-    assert [is_vp_first_stage(stage, 3) for stage in range(3)] == [True, False, False]
-    assert [is_vp_last_stage(stage, 3) for stage in range(3)] == [False, False, True]
-    for stage, size in ((None, None), (0, None), (None, 1), (0, 1)):
-        assert is_vp_first_stage(stage, size) is is_vp_last_stage(stage, size) is True
-    for ask in (is_vp_first_stage, is_vp_last_stage):
-        with pytest.raises(AssertionError, match="vp_stage=1"):
-            ask(1, None)
