@@ -62,7 +62,6 @@ class MegatronRouters(RouterKind):
         if llm.looks_up(module):
             return None  # a hash layer: the token id alone decides, so every pass chooses alike
         config: Any = module.config
-        llm.refuse(module, path)
         _refuse(module, path)
         features.refuse_features(config, path)
         number: Any = module.layer_number
@@ -151,7 +150,8 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
         "the router's output can't be read",
         expected="(probs, routing_map)",
         got=type(output).__name__,
-        cause="a fork of Megatron-core whose router returns something else",
+        cause="a fork of Megatron-core whose router returns something else, or MindSpeed-LLM's "
+        "moe_permutation_async_comm, with which the map is still under way",
     )
 
 
