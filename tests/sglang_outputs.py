@@ -46,7 +46,6 @@ class Request:
         retractions: how often it was put back.
         weights: (version, first output token) of each weights that sampled for it.
         captured: False for a request that was aborted before its prefill.
-        drafts: the draft tokens of each verification; 0 without speculation.
     """
 
     version: str
@@ -58,7 +57,6 @@ class Request:
     retractions: int = 0
     weights: list[tuple[str, int]] = field(default_factory=lambda: [("default", 0)])
     captured: bool = True
-    drafts: int = 0
     id: str = "3f9d"
 
     def since(self, version: str) -> bool:
@@ -89,7 +87,6 @@ class Request:
             "completion_tokens": len(self.output),
             "cached_tokens": 0,
         }
-        info |= self._speculation()
         if self.since("0.5.19"):
             info["weight_versions"] = self._spans()
         collected = self.collected()
@@ -103,24 +100,6 @@ class Request:
             info["routed_experts"] = base64.b64encode(collected.numpy().tobytes()).decode("utf-8")
         info["e2e_latency"] = 0.25
         return info
-
-    def _speculation(self) -> dict[str, Any]:
-        """What it counts: the drafts accepted behind the end, too, which `rows` has where they were kept."""
-        past = len(self.rows) - (len(self.prompt) + len(self.output) - 1)
-        after_prefill = len(self.output) + max(past, 0) - 1
-        if not self.drafts or after_prefill < 1:
-            return {}
-        rounds = -(-after_prefill // self.drafts)
-        accepted = after_prefill - rounds
-        proposed = rounds * (self.drafts - 1)
-        counts = {"spec_accept_rate": accepted / proposed, "spec_accept_length": len(self.output) / rounds}
-        names = {
-            "0.5.7": ("spec_accept_token_num", "spec_draft_token_num"),
-            "0.5.11": ("spec_accepted_drafts", "spec_proposed_drafts"),
-            "0.5.12": ("spec_num_correct_drafts", "spec_num_proposed_drafts"),
-        }
-        newest = [of_release for first, of_release in names.items() if self.since(first)][-1]
-        return {**counts, **dict(zip(newest, (accepted, proposed), strict=True)), "spec_verify_ct": rounds}
 
     def _spans(self) -> list[dict[str, Any]]:
         ends = [first for _, first in self.weights[1:]] + [len(self.output)]

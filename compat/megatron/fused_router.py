@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,23 +38,20 @@ class HeldKernel:
 
     def __init__(self) -> None:
         module: Any = sys.modules.get(MODULE)
-        with _lock:
-            native = getattr(module, KERNEL, None)
-            if native is not None:  # without Transformer Engine Megatron itself raises
-                _kernel.set(module, KERNEL, _answered(module, native), "it asks a block, or RouterReplay")
-            _held.append(self)
+        native = getattr(module, KERNEL, None)
+        if native is not None:  # without Transformer Engine Megatron itself raises
+            _kernel.set(module, KERNEL, _answered(module, native), "it asks a block, or RouterReplay")
+        _held.append(self)
 
     def remove(self) -> None:
         """Release this instance; the last one puts the kernel back, unless it was replaced since."""
-        with _lock:
-            if self in _held:
-                _held.remove(self)
-            if not _held:
-                _kernel.undo()
+        if self in _held:
+            _held.remove(self)
+        if not _held:
+            _kernel.undo()
 
 
-# Threads share the module's name for the kernel: it is replaced once, and put back by the last holder.
-_lock = threading.Lock()
+# The module's name for the kernel is replaced once, and put back by the last holder.
 _held: list[HeldKernel] = []
 _kernel = Patches("replay of the fused router")
 

@@ -58,11 +58,9 @@ class MegatronRouters(RouterKind):
                 got=f"another subclass of Router ({type(module).__module__})",
             )
         import_hook.refuse_failures()
-        features.refuse_half_import()
         if llm.looks_up(module):
             return None  # a hash layer: the token id alone decides, so every pass chooses alike
         config: Any = module.config
-        llm.refuse(module, path)
         _refuse(module, path)
         features.refuse_features(config, path)
         number: Any = module.layer_number
@@ -151,7 +149,8 @@ def _pair(output: object) -> tuple[torch.Tensor, torch.Tensor]:
         "the router's output can't be read",
         expected="(probs, routing_map)",
         got=type(output).__name__,
-        cause="a fork of Megatron-core whose router returns something else",
+        cause="a fork of Megatron-core whose router returns something else, or MindSpeed-LLM's "
+        "moe_permutation_async_comm, with which the map is still under way",
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -33,8 +33,6 @@ from npu_replay.seam.plan import Plan
 
 MODULE = "megatron.core.transformer.moe.router_replay"
 
-Topk = Callable[..., "tuple[torch.Tensor, torch.Tensor]"]
-"""Maps (scores, topk, num_groups, group_topk) to (values, ids), each [rows, topk]."""
 Groups = tuple[int | None, int | None]
 
 
@@ -185,16 +183,9 @@ class MegatronRouterReplay:
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
         """Set this router's action; a framework's own enum with the same values is accepted."""
         action: Any = router_replay_action
-        try:
-            parsed = None if action is None else RouterReplayAction(getattr(action, "value", action))
-        except ValueError:
-            raise RouterError(
-                "this is no action of a RouterReplay",
-                where=_place(self),
-                expected="RouterReplayAction." + ", ".join(known.name for known in RouterReplayAction),
-                got=action,
-            ) from None
-        self.router_replay_action = parsed
+        self.router_replay_action = (
+            None if action is None else RouterReplayAction(getattr(action, "value", action))
+        )
 
     def clear_router_replay_action(self) -> None:
         self.router_replay_action = None
@@ -205,9 +196,12 @@ class MegatronRouterReplay:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Topk | None = None,
+        default_compute_topk: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the top-k of scores [rows, experts] under the action: values and int64 ids, [rows, topk]."""
+        """Return the top-k of scores [rows, experts] under the action: values and int64 ids, [rows, topk].
+
+        `default_compute_topk(scores, topk, num_groups=..., group_topk=...)` is asked for the router's own.
+        """
         if is_replaying(self):
             ids = self._target(len(scores), topk).to(scores.device, torch.int64)
             call = armed()
@@ -215,10 +209,6 @@ class MegatronRouterReplay:
                 # The routing asked by itself, as upstream's does, and calls no top-k: answered here.
                 call.answered(ids, "inner")
             return scores.gather(1, ids), ids
-        if default_compute_topk is None:
-            raise RouterError(
-                "there is no top-k to ask", where=_place(self), expected="default_compute_topk", got=None
-            )
         values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
             self.record_indices(ids)
@@ -315,8 +305,6 @@ class Asked(Call):
             self.own()
         before = unfilled(scores, self.fills, topk, self.plan.leaves) if self.plan.is_given else scores
         values, ids = self.replay.get_replay_topk(before, topk, *self._groups, own)
-        if isinstance(outer, Asked) and outer.replay is self.replay:
-            outer.answered(ids, "inner")  # the routing that armed the outer call is answered, too
         return values, ids
 
     def note(self, ids: torch.Tensor) -> None:

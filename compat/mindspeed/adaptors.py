@@ -26,9 +26,6 @@ MODULES = {UNDER_ADAPTOR: "megatron_adaptor", UNDER_MINDSPEED: "mindspeed.megatr
 them come before Megatron's."""
 
 _LAYERED = "core_r0.17.0 or later"
-_OLDEST_UNDER_LAYERED = (0, 15)
-"""The oldest Megatron-core that has what these branches import of it, such as ProcessGroupCollection. They
-are named after later ones, and core_r0.17.0 and core_r0.18.0 ran on 0.15.3 to 0.18.0, on CPUs."""
 _DEV = ((0, 14), "0.16.0rc0")
 """The version of MindSpeed's branch dev, the same as core_r0.14.0's, and what the Megatron-LM says of itself
 that it is made for."""
@@ -82,15 +79,7 @@ def _imports_adaptor(mindspeed: Product) -> bool:
 
 
 def _clash_of_layered(by_name: dict[str, Product]) -> Capability | None:
-    """Return why a MindSpeed over MegatronAdaptor can't work here."""
-    megatron = by_name["megatron-core"]
-    if megatron.usable and _release(megatron) and _release(megatron) < _OLDEST_UNDER_LAYERED:
-        why = f"this MindSpeed is of {_LAYERED}, and imports what Megatron-core {megatron.version} hasn't"
-        remedy = (
-            "take the Megatron-LM that MindSpeed's branch is named after, or the MindSpeed of this "
-            "Megatron-core: 2.3.0_core_r0.12.1 for 0.12.1, core_r0.16.0 for 0.16"
-        )
-        return Capability(UNDER_MINDSPEED, "broken", why, remedy)
+    """Return what a MindSpeed over MegatronAdaptor lacks here. Whether it fits Megatron its import shows."""
     lacking = [name for name in (ADAPTOR, TE_NPU) if not by_name[name].usable]
     if not lacking:
         return None

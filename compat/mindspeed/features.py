@@ -4,7 +4,7 @@ Its other features call Megatron's TopKRouter as it is. Nothing of MindSpeed is 
 settings are read off the model's config, to which it copies its arguments, and off the arguments themselves,
 since its patches hold for every model of the process.
 
-Asks:     the model's config, MindSpeed's arguments and its list of patches.
+Asks:     the model's config and MindSpeed's arguments.
 Changes:  nothing.
 Undone:   there is nothing to undo.
 """
@@ -14,12 +14,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from npu_replay.compat.mindspeed import registries
 from npu_replay.errors import RouterError
 
 _ARGUMENTS = {
-    "mindspeed.args_utils": {registries.MIND_SPEED, "mindspeed_llm"},
-    "megatron_adaptor.utils.args_utils": {registries.MEGATRON_ADAPTOR},
+    "mindspeed.args_utils": {"mindspeed.megatron_adaptor", "mindspeed_llm"},
+    "megatron_adaptor.utils.args_utils": {"megatron_adaptor"},
 }
 """The modules that keep arguments, and those whose import has read them."""
 REFUSED = {
@@ -52,20 +51,3 @@ def _arguments() -> list[Any]:
     read = [name for name, entries in _ARGUMENTS.items() if entries & sys.modules.keys()]
     modules: list[Any] = [sys.modules[name] for name in read if name in sys.modules]
     return [module.get_full_args() for module in modules]
-
-
-def refuse_half_import() -> None:
-    """Refuse to work with a product whose import failed half way, where somebody caught the error."""
-    for registry in registries.ALL:
-        known = registry.patches()
-        applied = [name for name, patch in known.items() if patch.is_applied]
-        if not applied or len(applied) == len(known) or registry.entry in sys.modules:
-            continue
-        raise RouterError(
-            f"{registry.product} is half imported",
-            where=f"import {registry.entry}",
-            expected=f"all {len(known)} of its patches in place",
-            got=f"{len(applied)}, without {next(name for name in known if name not in applied)}",
-            cause=f"its import raised, and somebody caught it; «python -c 'import {registry.entry}'» shows "
-            "it (a Megatron of another release than it is made for, a torch_npu that doesn't load)",
-        )

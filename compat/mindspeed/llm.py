@@ -1,6 +1,7 @@
 """Describes MindSpeed-LLM's own routing inside Megatron's TopKRouter, and its layers without a router.
 
-All its routing types but one end in one top-k over the experts, which the seam answers as it does Megatron's.
+All its routing types but one end in one top-k over the experts, which the seam answers as it does Megatron's;
+where none comes, as in sparsemixer_topk, the block's first micro-batch is an error.
 
 Asks:     the module that a router's `routing` comes from, its routing type, the arguments on configs.
 Changes:  nothing, and nothing is imported.
@@ -9,14 +10,12 @@ Undone:   there is nothing to undo.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from npu_replay.errors import RouterError
 from npu_replay.parallel.parallel_layout import DecoderLayers
 
 _NOOP = "mindspeed.core.pipeline_parallel.noop_layers.adaptor"
@@ -30,47 +29,6 @@ def routes(module: nn.Module) -> bool:
             return True
         function = getattr(function, "__wrapped__", None)
     return False
-
-
-def refuse(module: nn.Module, path: str) -> None:
-    """Refuse a router of a routing type whose choice can't be given to it.
-
-    Unknown types pass: the session sees whether the top-k was reached and what it shows.
-    """
-    if not routes(module):
-        return
-    config: Any = module.config
-    kind = _routing_type(module)
-    groups: Any = getattr(module, "n_group", None) or getattr(config, "moe_router_num_groups", None)
-    # With the allgather dispatcher the router hands out a handle.
-    asynchronous = (
-        config.moe_token_dispatcher_type == "allgather"
-        and getattr(config, "moe_permutation_async_comm", False)
-        and (config.sequence_parallel or config.expert_model_parallel_size > 1)
-    )
-    refused = functools.partial(
-        RouterError, f"MindSpeed-LLM's moe_router_load_balancing_type={kind!r} can't be replayed", where=path
-    )
-    if kind == "sparsemixer_topk":
-        raise refused(
-            expected="a routing type with a top-k, or this one without a replay",
-            got="two arg-max with noise",
-            cause="the type draws its experts one after the other, so there is no top-k to answer",
-        )
-    if kind == "pai_megatron_aux_loss" and asynchronous:
-        raise refused(
-            expected="moe_permutation_async_comm=False",
-            got="moe_permutation_async_comm=True",
-            cause="with the allgather dispatcher the router then returns a map that is still under way",
-        )
-    # The top-k over the groups then looks like the one over the experts.
-    alike = groups == module.num_experts and config.moe_router_group_topk == module.topk
-    if kind == "group_limited_greedy" and alike:
-        raise refused(
-            expected="fewer groups than experts, or another moe_router_group_topk than moe_router_topk",
-            got=f"{config.num_moe_experts} groups and experts, {config.moe_router_group_topk} of each",
-            cause="the top-k over the groups can't be told from the one over the experts",
-        )
 
 
 def looks_up(module: nn.Module) -> bool:

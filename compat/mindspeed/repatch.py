@@ -34,9 +34,8 @@ def wrap_init(patches: Patches, cls: Any, wrapped: Callable[[Init], Init], why: 
         made[ours] = init
         return ours
 
-    def undo() -> bool:
+    def undo() -> None:
         _exchange(cls, lambda init: made.get(init, init))
-        return True
 
     _exchange(cls, ours_around)
     patches.add(Change(_name(cls), why, undo, (cls, "__init__")))

@@ -99,11 +99,10 @@ def serve(name: str, fill: Shim, why: str, reason: str) -> None:
         for names, key in places:
             names[key] = module
 
-        def take_away() -> bool:
+        def take_away() -> None:
             for names, key in places:
                 if names.get(key) is module:  # else somebody has replaced it since
                     del names[key]
-            return True
 
         Patches(reason).add(Change(name, why, take_away))
 

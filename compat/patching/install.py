@@ -21,7 +21,6 @@ _SHIMS = {
     "megatron.core": (
         "megatron.config_flags",
         "megatron_backports.router_replay",
-        "megatron_backports.moe_utils",
         "megatron_backports.router_init",
     ),
     "sglang": ("sglang.old_path",),
@@ -100,8 +99,8 @@ def uninstall() -> None:
 
     Routers and engines that are alive go on as their product's own: what they hold of npu_replay passes each
     call on. Call it in each process of a job: npu_replay keeps no connection between them. Repeated calls do
-    nothing. What was replaced by others since is left alone, with one WARNING that names it. Router kinds
-    stay registered: they are npu_replay's own, and change nobody's module.
+    nothing. What was replaced by others since is left alone. Router kinds stay registered: they are
+    npu_replay's own, and change nobody's module.
 
     Raises:
         ReplayError: a record, replay or pin_recompute block is open. Nothing has been undone then.
@@ -123,9 +122,4 @@ def undo_everything() -> None:
     """Turn everything off, also while blocks are open, for a job that goes on without npu_replay."""
     patches.turn(False)
     import_hook.forget()
-    left = patches.undo_all()
-    if left:
-        logger.warning(
-            "[npu_replay] these were left alone, since somebody else has replaced them: %s",
-            ", ".join(change.where for change in left),
-        )
+    patches.undo_all()

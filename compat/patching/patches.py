@@ -59,14 +59,14 @@ class Change:
     Attributes:
         where: the full name of what was changed, «torch.cuda.Stream».
         why: what the change is for.
-        undo: undoes it and returns whether all was put back. Without it the change stays in place: its
+        undo: undoes it, unless it was replaced by others since. Without it the change stays in place: its
             functions ask the switch.
         attribute: the owner and name of the attribute that was replaced, if it is one.
     """
 
     where: str
     why: str
-    undo: Callable[[], bool] = lambda: True
+    undo: Callable[[], object] = lambda: None
     attribute: tuple[Any, str] | None = None
 
 
@@ -102,7 +102,7 @@ class Patches:
     >>> owner, patches = types.SimpleNamespace(value=1), Patches("an example")
     >>> patches.set(owner, "value", 2, "two is better")
     >>> owner.value, patches.undo(), owner.value
-    (2, [], 1)
+    (2, None, 1)
 
     Args:
         reason: the capability that is missing without them, for the report.
@@ -122,14 +122,13 @@ class Patches:
     def note(self, owner: Any, name: str, why: str, original: Any, ours: Any) -> None:
         """Record that an attribute was replaced by ours; it is put back unless it was replaced since."""
 
-        def undo() -> bool:
+        def undo() -> None:
             if vars(owner).get(name, _ABSENT) is not ours:
-                return False
+                return
             if original is _ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-            return True
 
         self.add(Change(_where(owner, name), why, undo, attribute=(owner, name)))
 
@@ -157,13 +156,13 @@ class Patches:
         attributes = filter(None, (change.attribute for change in self._applied))
         return any(patched is owner and name == known for patched, known in attributes)
 
-    def undo(self) -> list[Change]:
-        """Undo all, newest first; return those that were replaced by others since."""
-        left = [change for change in reversed(self._applied) if not change.undo()]
+    def undo(self) -> None:
+        """Undo all, newest first."""
+        for change in reversed(self._applied):
+            change.undo()
         self._applied.clear()
         if self in _groups:
             _groups.remove(self)
-        return left
 
     def __iter__(self) -> Iterator[Change]:
         return iter(self._applied)
@@ -177,6 +176,7 @@ def applied() -> list[tuple[str, Change]]:
     return [(group.reason, change) for group in _groups for change in group]
 
 
-def undo_all() -> list[Change]:
-    """Undo every group, newest first; return what was replaced by others since."""
-    return [change for group in reversed(list(_groups)) for change in group.undo()]
+def undo_all() -> None:
+    """Undo every group, newest first."""
+    for group in reversed(list(_groups)):
+        group.undo()

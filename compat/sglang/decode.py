@@ -31,11 +31,6 @@ logger = logging.getLogger(__name__)
 
 _FORMS = "meta_info, or the whole answer of /generate or of an OpenAI endpoint"
 _OUTPUT = ("output_ids", "token_ids", "response_token_ids")  # by endpoint
-_DRAFTS = (  # verifications, accepted drafts, proposed drafts: their names until 0.5.10, in 0.5.11, and later
-    ("spec_verify_ct",),
-    ("spec_accept_token_num", "spec_accepted_drafts", "spec_num_correct_drafts"),
-    ("spec_draft_token_num", "spec_proposed_drafts", "spec_num_proposed_drafts"),
-)
 _KIMI_STUB = 3
 """SGLang 0.5.17 and later leave this many tokens of a Kimi-K3 chat's prompt out of its usage."""
 _TAKEN_BACK = 64
@@ -72,9 +67,8 @@ def from_sglang(
         prompt_token_ids, output_ids: the ids that the engine was given and those that it sampled, [n]
             integers. When not given they are taken from the answer, if it repeats them.
         start_len: the request's routed_experts_start_len; rows before it have no route.
-        version: the engine's release, such as «0.5.12». Without it an error only guesses the fault, and rows
-            that releases before 0.5.13 computed past the end of a request are an error. They are one with
-            it too where the answer doesn't count the drafts, as an OpenAI endpoint's doesn't.
+        version: the engine's release, such as «0.5.12», for the number of rows that it sends and the words
+            of errors. Rows that releases before 0.5.13 computed past the end of a request are an error.
         weight_version: the weights that sampled; when not given, those that the answer names.
         missing: "native" leaves rows without a route where the engine has none that fits the log-probs.
 
@@ -110,12 +104,10 @@ class SglangAnswer(server_answers.EngineAnswer):
     """Holds one answer of SGLang.
 
     Attributes:
-        drafted_past: accepted drafts past the end, by the engine's counts; they may have been run.
         weight_spans: the weights that sampled each part of the output, in SGLang 0.5.19 and later.
         retractions: how often the request was retracted and computed again.
     """
 
-    drafted_past: int = 0
     weight_spans: tuple[WeightSpan, ...] = ()
     retractions: int = 0
     arguments = ("prompt_token_ids", "output_ids")
@@ -126,18 +118,19 @@ class SglangAnswer(server_answers.EngineAnswer):
         repeated = self.output_ids is not None and len(self.output_ids) == tokens.sampled
         if taken_off > _TAKEN_BACK or (taken_off and not repeated and self.finish not in _STOPPED):
             raise self.other_tokens(1, f"{tokens.sampled} ids", tokens.sampled - taken_off)
-        due = _Due.of(self, model, tokens, start)
+        end = max(0, len(tokens.ids) - 1) + taken_off  # the last token was never run
+        start = min(start, end)
         data = as_numpy(self.payload)
-        most = (due.end + due.past + _TAKEN_BACK, model.num_layers, 2 * model.topk)
+        most = (end + _TAKEN_BACK, model.num_layers, 2 * model.topk)
         if is_envelope(data):
-            data = from_envelope(data, start=start, due=due.end - due.start, most=most, source=source)
+            data = from_envelope(data, start=start, due=end - start, most=most, source=source)
         elif isinstance(data, list) and data:  # LMDeploy's
             data = from_lists(data, source=source, most=most)
         if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
-            if due.start == due.end or not self.ended:
+            if start == end or not self.ended:
                 return None
             raise source.error(
-                Symptom.MISSING, "there are no routes in the answer", f"{due.end - due.start} rows", "none"
+                Symptom.MISSING, "there are no routes in the answer", f"{end - start} rows", "none"
             )
         if isinstance(data, (str, bytes)):
             data = ids_from_base64(data, source=source)
@@ -147,9 +140,38 @@ class SglangAnswer(server_answers.EngineAnswer):
                 "base64 of int32, or integers",
                 getattr(data, "dtype", type(data).__name__),
             )
-        first = due.skipped(data)
+        first = self._skipped(data, model, start, end)
         rows: Array = data if data.ndim == 3 else data.reshape(-1, model.num_layers, model.topk)
-        return rows[first : first + max(0, due.end - due.start)]
+        return rows[first : first + end - start]
+
+    def _skipped(self, data: Array, model: RoutedModel, start: int, end: int) -> int:
+        """Return how many of the first rows, of ids that are flat or shaped, weren't asked for."""
+        known = self.source.version
+        sent_from = 0 if known and release(known) < release(HONOURS_START) else start
+        ids_a_row = model.num_layers * model.topk
+        rows, rest = (len(data), 0) if data.ndim == 3 else divmod(data.size, ids_a_row)
+        due = end - sent_from
+        if rest:
+            raise self.source.error(
+                Symptom.COLUMNS,
+                f"{data.size} ids can't be shaped",
+                f"{due * ids_a_row}: {due} rows of {model.num_layers} layers with top-{model.topk}",
+                f"{rows} rows and {rest} ids",
+            )
+        if rows == due:
+            return start - sent_from
+        # The request may not have carried the start. 0.5.12 may send rows past the end instead.
+        if rows == end and not (known and release(known) < release(STOPS_EXACTLY)):
+            return start
+        if rows == 0 and not self.ended:
+            return 0
+        raise self.source.error(
+            Symptom.TOO_FEW_ROWS if rows < due else Symptom.TOO_MANY_ROWS,
+            "the engine has rows for other tokens than these, or of another model",
+            f"{due} rows of {model.num_layers} layers with top-{model.topk}, from token {sent_from} on; the "
+            "last token has none",
+            rows,
+        )
 
     def trusted(self, routes: RoutedExperts, tokens: Tokens, missing: Missing) -> RoutedExperts:
         """Remove the rows of a retracted request whose log-probs other weights made."""
@@ -186,95 +208,6 @@ def _warn_of_retractions(version: str) -> None:
     )
 
 
-# ---- the number of rows that may come
-
-
-@dataclass(frozen=True)
-class _Due:
-    """Holds the rows from `start` to `end` that are due.
-
-    The release sends rows from `sent_from` on, and past the end either `past` more rows or none.
-    """
-
-    answer: SglangAnswer
-    model: RoutedModel
-    start: int
-    end: int
-    sent_from: int
-    past: int
-
-    @classmethod
-    def of(cls, answer: SglangAnswer, model: RoutedModel, tokens: Tokens, start: int) -> _Due:
-        def is_before(version: str) -> bool:
-            return bool(known := answer.source.version) and release(known) < release(version)
-
-        past = 0
-        if is_before(STOPS_EXACTLY):
-            # An old release sends one row for each token that it ran. Two kinds are in no count: the drafts
-            # that were accepted together with the end, and the token that a prefill samples though none was
-            # asked for.
-            past = 1 if tokens.sampled == 0 and answer.ended else answer.drafted_past
-        end = max(0, len(tokens.ids) - 1) + tokens.taken_off
-        start = min(start, end)
-        return cls(answer, model, start, end, 0 if is_before(HONOURS_START) else start, past)
-
-    def skipped(self, data: Array) -> int:
-        """Return how many of the first rows, of ids that are flat or shaped, weren't asked for."""
-        # The first row must be unambiguous, and the number of rows one that some release sends.
-        layers = self.model.num_layers
-        topk = self.model.topk
-        source = self.answer.source
-        shaped = data.ndim == 3
-        rows, rest = (len(data), 0) if shaped else divmod(data.size, layers * topk)
-        wanted = self.end - self.start
-        more = (0, self.past)
-        firsts = {self.start} if rows - self.end in more else set()
-        none = not firsts and rows == 0 and not self.answer.ended
-        if none or (self.sent_from == self.start and rows - wanted in more):
-            firsts.add(0)
-        if len(firsts) == 1 and not rest:
-            return firsts.pop()
-        if firsts and not rest:
-            raise replace(source, faults=()).error(
-                Symptom.TOO_MANY_ROWS,
-                "so many rows may begin at the first token or at start_len (ask with another start)",
-                f"{wanted} from token {self.start} on, or {self.end} from the first on",
-                f"{rows}: the whole sequence's, or those asked for and {self.past} of drafts past its end",
-            )
-        due = self.end - self.sent_from
-        fits = ""
-        if not shaped:
-            fits = _that_fits(data.size, wanted, self.model) or _that_fits(data.size, self.end, self.model)
-        if rest or fits:
-            raise source.error(
-                Symptom.COLUMNS,
-                f"{data.size} ids can't be shaped",
-                f"{due * layers * topk}: {due} rows of {layers} layers with top-{topk}",
-                f"what fits {fits or 'no model of so many tokens'}",
-            )
-        symptom = Symptom.TOO_FEW_ROWS if rows < due else Symptom.TOO_MANY_ROWS
-        raise source.error(
-            symptom,
-            "the engine has rows for other tokens than these",
-            f"{due} rows, from token {self.sent_from} on; the last token has none",
-            rows,
-        )
-
-
-def _that_fits(size: int, rows: int, model: RoutedModel) -> str:
-    """Name a model that would have `size` ids in `rows` rows; empty if there is none."""
-    row, rest = divmod(size, rows) if rows else (0, 0)
-    if rest or row in (0, model.num_layers * model.topk):
-        return ""
-    if row == len(model.sparse) * model.topk:
-        return f"the {len(model.sparse)} MoE layers alone"
-    layers, no_layers = divmod(row, model.topk)
-    topk, no_topk = divmod(row, model.num_layers)
-    fits = [] if no_layers else [f"{layers} layers with top-{model.topk}"]
-    fits += [] if no_topk else [f"top-{topk} in {model.num_layers} layers"]
-    return " or ".join(fits) or f"{row} ids a token"
-
-
 # ---- the fields of an answer
 
 
@@ -305,23 +238,11 @@ def _of_meta_info(info: Mapping[Any, Any], source: Source) -> SglangAnswer:
     source = _about(source, info.get("id"), "meta_info.routed_experts")
     key = "num_retractions" if "num_retractions" in info else "total_retractions"  # until 0.5.11
     retractions = _count(info, key, source) or 0
-    sampled = _count(info, "completion_tokens", source)
-    # Tokens that speculation sampled, less those that count: the prefill's one, one for each verification,
-    # and the accepted drafts. The last verification may also accept drafts past the end. A retraction runs
-    # tokens again, so the counts say nothing then.
-    past = 0
-    if not retractions and sampled is not None:
-        counts = ([_count(info, key, source) for key in keys] for keys in _DRAFTS)
-        rounds, accepted, proposed = (next((n for n in each if n is not None), None) for each in counts)
-        if rounds and accepted is not None and proposed is not None:
-            past = 1 + rounds + accepted - sampled
-            past = past if 0 < past <= proposed // rounds else 0
     return SglangAnswer(
         source=source,
         payload=info.get("routed_experts"),
         prompt_tokens=_count(info, "prompt_tokens", source),
-        completion_tokens=sampled,
-        drafted_past=past,
+        completion_tokens=_count(info, "completion_tokens", source),
         finish=_finish(info.get("finish_reason")),
         retractions=retractions,
         **_weights(info, source),

@@ -45,9 +45,8 @@ FAULTS = (
           "before 0.5.13 another's routes, from a batch of requests with and without return_routed_experts "
           f"(sglang#26423): let all requests of a server carry it; or {_OTHER_TOKENS}"),
     Fault(Symptom.TOO_MANY_ROWS, until=STOPS_EXACTLY,
-          cause="before 0.5.13 speculative decoding runs past the end of the request. It is cut off where "
-          "from_sglang is told the version, from an answer of /generate, whose meta_info says by how much, "
-          "unless the request was retracted"),
+          cause="before 0.5.13 speculative decoding and max_new_tokens=0 run past the end of a request: take "
+          "0.5.13 or later, or do without them"),
     Fault(Symptom.TOO_MANY_ROWS, since=STOPS_EXACTLY, cause=_OTHER_TOKENS),
     Fault(Symptom.COLUMNS,
           cause="another model than the engine's, or its config read without the dense layers: SGLang sends "

@@ -17,7 +17,7 @@ inference, a DynamicInferenceRequest or an answer of its server with `moe_topk_i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from npu_replay.compat import probe
 from npu_replay.compat.vllm.engine_plan import device_of
-from npu_replay.compat.vllm.releases import BEAMS, DROPPED_AT_STOP_STRING, FAULTS
+from npu_replay.compat.vllm.releases import DROPPED_AT_STOP_STRING, FAULTS
 from npu_replay.compat.vllm_ascend import releases as ascend
 from npu_replay.errors import InvalidRoutes, ReplayError, quoted, whole_number
 from npu_replay.rollout import server_answers
@@ -327,14 +327,6 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
         keys = f"the keys {sorted(map(quoted, answer))[:8]}"
         raise _wrong("the answer has no choices", _ANSWER, keys, "another endpoint")
-    if any("delta" in choice for choice in choices):
-        got = answer.get("object")
-        raise _wrong(
-            "this is a piece of a stream of a chat, which has no routes",
-            "stream=False",
-            quoted(got),
-            "routes are in whole answers alone",
-        )
     indices = [_count(choice, "index") for choice in choices]
     numbers = [number for number in indices if number is not None]
     if len(set(numbers)) < len(choices):
@@ -345,17 +337,13 @@ def _choices(answer: Mapping[str, Any]) -> list[tuple[int, Any]]:
 def _outputs(output: Any) -> list[tuple[int, Any]]:
     """List the completions of a RequestOutput, in its own order."""
     outputs = getattr(output, "outputs", None)
-    if hasattr(output, "sequences") and outputs is None:
-        raise _wrong("beam search gives no routes", "a RequestOutput", type(output).__name__, BEAMS)
-    if isinstance(output, Sequence) or not isinstance(outputs, (list, tuple)):
-        several = isinstance(output, Sequence) and any(
-            hasattr(item, "outputs") or isinstance(item, Mapping) for item in output[:1]
-        )
+    if not isinstance(outputs, (list, tuple)):
         raise _wrong(
             "this isn't what vLLM gives for one request",
             "a RequestOutput, or an answer over HTTP as a dict or as JSON",
-            f"{type(output).__name__} of {len(output)}" if several else type(output).__name__,
-            "a list, as LLM.generate() returns it: take what is in it one by one" if several else "",
+            type(output).__name__,
+            "a list, as LLM.generate() returns it: take what is in it one by one; or beam search, which has "
+            "no routes: sample instead",
         )
     return list(enumerate(outputs))
 

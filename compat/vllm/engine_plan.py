@@ -8,7 +8,7 @@ from typing import Any
 from npu_replay.compat.probe import Capability, Product, unusable
 from npu_replay.compat.vllm.releases import BY_BLOCK, CLASHES, FAULTS, NEEDED, NEWEST, SWITCH, V2
 from npu_replay.compat.vllm_ascend import releases as ascend
-from npu_replay.errors import ReplayError, RouterError
+from npu_replay.errors import ReplayError
 from npu_replay.rollout import engine_plan
 from npu_replay.rollout.engine_plan import EngineArguments, Kind, unreadable
 from npu_replay.rollout.model_config import RoutedModel, is_there
@@ -62,20 +62,8 @@ def engine_arguments(
     if capture and not vllm_ascend:
         raise unreadable("capture", "vllm_ascend= beside it: npu_replay captures there alone", "capture=True")
     engine_plan.refuse(refusal(version, vllm_ascend or ""))
-    try:
-        if plan["model"] is not None:
-            RoutedModel.of(plan["model"])
-    except RouterError:  # layers that differ, or run several times
-        raise
-    except ReplayError as error:
-        raise ReplayError(
-            f"vLLM {version} gives no routes of this model",
-            where="rollout",
-            expected="a model with routed experts",
-            got=error.problem,
-            cause="a dense model, with which vLLM doesn't start (vllm#42593); or a family whose config has "
-            "other keys, which RoutedModel(...) says by hand",
-        ) from error
+    if plan["model"] is not None:
+        RoutedModel.of(plan["model"])
     about = {
         **plan,
         "quantization": quantization or plan_read.get("quantization"),

@@ -40,7 +40,6 @@ NEEDED: tuple[tuple[Releases, dict[str, bool]], ...] = (
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """The variable that turns Model Runner V2 on, for releases that need it."""
 
-BEAMS = "beam search, which puts its completions together without routes in every release: sample instead"
 _ANOTHER = "the config given here is another model's"
 _RETOKENISED = "token ids of another sequence: text that was tokenised again, or turns that were put together"
 _DRAFTS = (("", "0.21.0"), (SCHEDULER, "0.26.0"))

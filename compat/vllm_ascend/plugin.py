@@ -80,14 +80,6 @@ def filtered() -> str:
     return "" if entry_points else "vLLM finds no plug-in of npu_replay: it isn't installed as a distribution"
 
 
-def _is_installed_for_workers() -> bool:
-    """Return whether processes that start in another folder find npu_replay's distribution, too."""
-    # `python -m` puts the current folder first, and building a wheel leaves metadata beside the source.
-    is_own = not getattr(sys.flags, "safe_path", False) and sys.path[:1] in ([""], [os.getcwd()])
-    elsewhere = sys.path[1:] if is_own else sys.path
-    return any(importlib.metadata.distributions(name=NAME, path=elsewhere))
-
-
 def left_out() -> ReplayError | None:
     """Return why vLLM won't load the plug-in though it is wanted; None if it will."""
     why = filtered() if wanted() else ""
@@ -115,8 +107,6 @@ def capability(product: Product, vllm: Product) -> Capability:
         remedy = f"{VLLM_ASCEND}=on in the engine's environment"
         return Capability(CAPABILITY, "missing", "it is off; this release is known", remedy)
     why = filtered()
-    if not why and not _is_installed_for_workers():
-        why = "npu_replay is found in the current folder alone, where no worker of vLLM looks"
     if why:
         return Capability(CAPABILITY, "broken", why, _LOADED)
     pair = f"vllm-ascend {product.version} beside vLLM {vllm.version}"

@@ -146,13 +146,8 @@ def needs_sync(version: str) -> bool:
 def faults(version: str) -> tuple[Fault, ...]:
     """Return the faults of that release, for whichever vLLM is beside it."""
     name = f"vllm-ascend {version}"
-    built = f"{name} gives physical ids, if it is {_OF_MAIN} (vllm-ascend#13268; mended by #13882)"
-    of_main = (Fault(Symptom.RANGE, cause=built),) if "dev" in version else ()
     of_release = (fault for fault in FAULTS if fault.holds(version))
-    return (
-        *of_main,
-        *(replace(fault, since="", until="", cause=f"{name} {fault.cause}") for fault in of_release),
-    )
+    return tuple(replace(fault, since="", until="", cause=f"{name} {fault.cause}") for fault in of_release)
 
 
 def guesses() -> Iterator[Fault]:
@@ -256,7 +251,6 @@ def _splits_by_pass(plan: EnginePlan, arguments: tuple[str, ...]) -> bool:
 _SNAPSHOTS = "0.23.0"
 """The first release that copies the rows before the next step overwrites their buffer."""
 _WORKING = "vllm-ascend 0.23.0 captures unquantized models, 0.27.1rc1 and later all"
-_OF_MAIN = "a build of its main branch between 1 and 12 August 2026"
 _OR_OURS = "; or npu_replay's own capture (NPU_REPLAY_VLLM_ASCEND=on; in engine_arguments, capture=True)"
 _ONE_RANK = "captures one tensor-parallel rank's tokens with expert parallelism and no data parallelism"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -371,8 +370,8 @@ def test_devices_are_told_without_importing_torch_npu(
     assert ("Megatron-core on the CPU" in shown) == (accelerator != "cuda")
 
 
-def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_replaced(
-    patches: patching.Patches, caplog: pytest.LogCaptureFixture
+def test_uninstall_undoes_every_patch_and_leaves_what_somebody_else_has_replaced(
+    patches: patching.Patches,
 ) -> None:
     owner = SimpleNamespace(value=1, other=1)
     for name in ("value", "other", "new"):
@@ -383,9 +382,6 @@ def test_uninstall_undoes_every_patch_and_warns_once_of_what_somebody_else_has_r
     assert vars(owner) == {"value": 3, "other": 1}
     assert not patching.is_on(), "what a product's objects hold asks this"
     assert npu_replay.report().patches == ()
-    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "value of one types.SimpleNamespace" in warning
-    assert "other" not in warning.replace("others", "")
 
 
 def test_uninstall_inside_a_block_is_refused_before_anything_is_undone(

@@ -252,7 +252,7 @@ def attach(patches: Patches, llm: Any) -> None:
 def patches() -> Iterator[Patches]:
     made = Patches("a capture in a live engine")
     yield made
-    assert not made.undo()
+    made.undo()
 
 
 def test_rows_through_vllms_own_runner_are_right(

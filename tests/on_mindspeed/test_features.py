@@ -126,7 +126,6 @@ KEPT: dict[str, Any] = {
     "copy": True,
     "deepcopy": True,
     "asdict": True,
-    "its fields": True,
     "signature": True,
     "on the class": False,
     "repatch": True,

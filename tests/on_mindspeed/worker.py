@@ -454,7 +454,6 @@ def ways(name: str) -> dict[str, Any]:
         "copy": tried_flag(lambda: copy.copy(config)),
         "deepcopy": tried_flag(lambda: copy.deepcopy(config)),
         "asdict": dataclasses.asdict(config).get(FLAGS[0]),
-        "its fields": tried_flag(lambda: cls(**{one.name: getattr(config, one.name) for one in fields})),
         "signature": sorted(inspect.signature(cls).parameters) == sorted(f.name for f in fields if f.init),
         "on the class": FLAGS[0] in vars(cls),
         "subclass": tried_flag(lambda: provider(cls)(**SMALL, **flag)),

@@ -86,12 +86,6 @@ def _nvidias_engine(path: Path) -> None:
             "gitcode.com/Ascend",
         ),
         (
-            replace(NEWEST, megatron_core="0.12.1"),
-            None,
-            "core_r0.17.0 or later, and imports what Megatron-core 0.12.1 hasn't",
-            "2.3.0_core_r0.12.1 for 0.12.1",
-        ),
-        (
             replace(OF_0_12, megatron_core="0.18.0"),
             None,
             "made for Megatron-core 0.12.1, and 0.18.0 is here",

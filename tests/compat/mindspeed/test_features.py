@@ -32,12 +32,12 @@ def check_usable(trainer: Trainer) -> None:
 
 PRODUCTS = {  # MegatronAdaptor's import turns on the features that MindSpeed has added to its list
     "MindSpeed": (
-        *("mindspeed.megatron_adaptor", "mindspeed.args_utils"),
-        *("mindspeed.patch_utils", "MindSpeedPatchesManager"),
+        "mindspeed.megatron_adaptor",
+        "mindspeed.args_utils",
     ),
     "MegatronAdaptor": (
-        *("megatron_adaptor", "megatron_adaptor.utils.args_utils"),
-        *("megatron_adaptor.patches.patch_manager", "PatchesManager"),
+        "megatron_adaptor",
+        "megatron_adaptor.utils.args_utils",
     ),
 }
 
@@ -58,7 +58,7 @@ def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
     if said_by == "the config":
         vars(trainer.model.config).update(vars(arguments))
     else:
-        entry, place, *_ = PRODUCTS[said_by]
+        entry, place = PRODUCTS[said_by]
         in_place(monkeypatch, place, get_full_args=lambda: arguments)
         check_usable(trainer)
         in_place(monkeypatch, entry)
@@ -68,31 +68,6 @@ def test_a_feature_that_overrides_the_choice_is_refused_with_the_reason(
     setattr(trainer.model.config, feature, False)
     setattr(arguments, feature, False)
     check_usable(trainer)
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_that_was_half_imported_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Its import raised between two patches, and somebody caught it.
-
-    Where all are in place, MindSpeed's features may have been turned on by MegatronAdaptor's import.
-    """
-    entry, _, registry, manager = PRODUCTS[name]
-    trainer = build({})
-    patches = {f"megatron.core.part{i}": SimpleNamespace(is_applied=i == 0) for i in range(2)}
-    in_place(monkeypatch, registry, **{manager: SimpleNamespace(patches_info=patches)})
-    message = (
-        rf"import {entry}: {name} is half imported. Expected all 2 .* got 1, without "
-        rf"megatron\.core\.part1.*python -c 'import {entry}'"
-    )
-    with pytest.raises(RouterError, match=message), npu_replay.record(trainer.model):
-        pass
-    with monkeypatch.context() as imported:
-        in_place(imported, entry)
-        check_usable(trainer)
-    for applied in (True, False):
-        for patch in patches.values():
-            patch.is_applied = applied
-        check_usable(trainer)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import mindspeed_llm_routing as mindspeed
 import npu_replay
 from npu_replay import DecoderLayers, ParallelLayout, RoutedExperts
 from npu_replay.compat.mindspeed import llm
-from npu_replay.errors import RouterError
+from npu_replay.errors import NoEffect, RouterError
 from npu_replay.smoke import megatron_model
 from zoo import outcome
 from zoo.gpt import (
@@ -39,6 +39,8 @@ from zoo.outcome import check_own_record, checkpointed, gradients
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
 GROUPS: dict[str, Any] = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+EACH: dict[str, Any] = {"moe_router_num_groups": 8, "moe_router_group_topk": 2}
+"""A top-k over the groups that looks like the one over the experts, and chooses the same."""
 SCALED: dict[str, Any] = {"moe_router_topk_scaling_factor": 1.5}
 
 
@@ -65,6 +67,7 @@ CASES = {
         GROUPS | SCALED | {"moe_device_level_aux_loss_coeff": 0.1, "moe_comm_aux_loss_coeff": 0.1},
         GROUPS | {"moe_aux_loss_coeff": 0.1},
     ),
+    "as_many_groups_as_experts": Case("group_limited_greedy", EACH | SCALED, EACH),
     "pai": Case("pai_megatron_aux_loss", config={"moe_aux_loss_coeff": 0.1}),
     "aux_loss_norm": Case("aux_loss", {"norm_topk_prob": True}, {"moe_aux_loss_coeff": 0.1}),
     "none": Case("none"),
@@ -180,7 +183,10 @@ def test_a_routing_type_is_recorded_and_replayed(
     check_foreign_routes(build(chosen, recompute), build(chosen), "sum", drops="capacity" in case)
 
 
-@pytest.mark.parametrize("case", ["softmax_topk", "softmax_topk_norm", "greedy_scaled", "greedy_norm", "pai"])
+@pytest.mark.parametrize(
+    "case",
+    ["softmax_topk", "softmax_topk_norm", "greedy_scaled", "greedy_norm", "as_many_groups_as_experts", "pai"],
+)
 def test_a_replayed_expert_has_the_probability_that_its_score_gives_also_in_a_masked_group(
     build: Callable[..., Trainer], case: str
 ) -> None:
@@ -200,7 +206,7 @@ def test_a_replayed_expert_has_the_probability_that_its_score_gives_also_in_a_ma
     expected = scores.gather(1, ids)
     if "norm" in case:
         expected = expected / expected.sum(dim=1, keepdim=True)
-    expected = expected * (1.5 if case == "greedy_scaled" else 1.0)
+    expected = expected * (1.5 if case in ("greedy_scaled", "as_many_groups_as_experts") else 1.0)
     torch.testing.assert_close(probs.gather(1, ids), expected)
     assert int((probs != 0).sum()) == ids.numel()
     if "greedy" in case:
@@ -210,40 +216,30 @@ def test_a_replayed_expert_has_the_probability_that_its_score_gives_also_in_a_ma
     assert float(gradient.abs().sum()) > 0
 
 
-ASYNC = {"moe_permutation_async_comm": True}
-GATHERED = {"moe_token_dispatcher_type": "allgather"}
-EACH: dict[str, Any] = {"moe_router_num_groups": 8, "moe_router_group_topk": 2}
-REFUSED: list[tuple[Case, dict[str, Any], str]] = [
-    # the case, what is set on the routers' config, and what the error says; empty: it is replayed
-    (Case("sparsemixer_topk"), {}, "'sparsemixer_topk' can't be replayed"),
-    (Case("pai_megatron_aux_loss", ASYNC), {**GATHERED, "expert_model_parallel_size": 2}, "async_comm=False"),
-    (Case("pai_megatron_aux_loss", ASYNC), {**GATHERED, "sequence_parallel": True}, "async_comm=False"),
-    (Case("pai_megatron_aux_loss", ASYNC), GATHERED, ""),
-    (Case("pai_megatron_aux_loss", ASYNC), {"expert_model_parallel_size": 2}, ""),
-    (
-        Case("group_limited_greedy", EACH | SCALED, EACH),
-        {},
-        "'group_limited_greedy' can't.*8 groups and experts",
-    ),
-    (Case("group_limited_greedy", EACH | SCALED, EACH), {"moe_router_group_topk": 4}, ""),
-]
+def in_flight(self: Any, logits: torch.Tensor, *_: Any) -> Any:
+    """As pai_megatron_aux_loss with moe_permutation_async_comm: the map comes with a handle."""
+    probs, routing_map = mindspeed.stand_in_routing(self, logits)
+    return probs, (routing_map, "handle")
 
 
-@pytest.mark.parametrize(("case", "changes", "refused"), REFUSED)
-def test_a_routing_that_cannot_be_given_its_experts_is_refused_with_the_flag_to_change(
-    build: Callable[..., Trainer], case: Case, changes: dict[str, Any], refused: str
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("sparsemixer_topk", r"layer 0.*never reached its top-k"),
+        ("pai_megatron_aux_loss", r"output can't be read.*moe_permutation_async_comm"),
+    ],
+)
+def test_a_routing_that_cannot_be_given_its_experts_is_an_error_in_the_first_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, kind: str, words: str
 ) -> None:
-    """By a type without a top-k, a map that is still under way, or groups that can't be told from experts."""
-    model = build(case).model
-    vars(model.config).update(changes)
-    for block in (npu_replay.record(model), npu_replay.pin_recompute(model)):
-        if refused:
-            with pytest.raises(RouterError, match=rf"layers\.0\.mlp\.router.*{refused}"):
-                block.__enter__()
-        else:
-            with pytest.raises(KeyError), block:
-                raise KeyError
-    assert hooks(model) == 0
+    """By a type without a top-k, or a map that is still under way."""
+    tower = Tower(configured(Case(kind), monkeypatch, None))
+    if kind == "pai_megatron_aux_loss":
+        monkeypatch.setattr(type(tower.routers[0]), "routing", in_flight)
+    for block in (npu_replay.record, npu_replay.pin_recompute):
+        with pytest.raises(NoEffect, match=words), block(tower):
+            tower(HIDDEN)
+    assert hooks(tower) == 0
 
 
 def test_a_router_that_megatron_routes_is_none_of_mindspeed_llms(monkeypatch: pytest.MonkeyPatch) -> None:

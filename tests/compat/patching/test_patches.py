@@ -64,7 +64,7 @@ def test_two_groups_on_one_name_leave_nothing_if_the_newer_goes_first(patches: P
     later = Patches("another")
     patches.set(Owner, "value", 2, "first")
     later.set(Owner, "value", 3, "second")
-    assert patching.undo_all() == []
+    patching.undo_all()
     assert "value" not in vars(Owner), "it inherits again"
 
 

@@ -73,7 +73,7 @@ ROWS = "choices[0].routed_experts"
             {"start": 64, "version": "0.21.0"},
             ("vLLM 0.21.0", ROWS, "all rows of the prompt"),
         ),
-        (BEAMS, {}, ("beam search gives no routes", "sample instead")),
+        (BEAMS, {}, ("this isn't what vLLM gives", "beam search", "sample instead")),
     ],
     ids=["a start, 0.23.0", "a start, 0.21.0", "beam search"],
 )

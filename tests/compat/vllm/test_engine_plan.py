@@ -243,7 +243,7 @@ WINDOWS = QWEN3 | {"layer_types": ["sliding_attention", "full_attention"] * 24}
 HYBRID = ("reads the rows", "linear attention", "0.22.0 or later", "vllm#37118")
 MODELS: list[tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = [
     # releases, the model, and in which words it is refused; none: it is taken
-    (("0.18.0", "0.33.0"), DENSE, ("gives no routes of this model", "routed experts", "vllm#42593")),
+    (("0.18.0", "0.33.0"), DENSE, ("doesn't say the number of routed experts", "a model without experts")),
     (("0.18.0", "0.33.0"), QWEN3, ()),
     (("0.18.0", "0.33.0"), QWEN3 | {"loop_num_passes": 3}, ("a looped model", "loop_num_passes=3")),
     (
@@ -281,7 +281,7 @@ def test_a_model_that_a_release_cant_is_refused(
 def test_a_model_that_is_planned_is_looked_at_where_it_lies(tmp_path: Path) -> None:
     """In which forms it may be given: tests/rollout/test_model_config.py."""
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    with refused("gives no routes of this model"):
+    with refused("doesn't say the number of routed experts"):
         engine_arguments("0.33.0", planned={"model": str(tmp_path)})
     engine_arguments("0.33.0", planned={"model": "Qwen/Qwen3-30B-A3B"})  # of a hub, so it isn't asked
 

@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -352,29 +351,6 @@ def test_doctor_says_what_keeps_it_from_capturing(
     assert (plugin.left_out() is not None) == (state == "broken")
     worker.env.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert ("isn't installed as a distribution" in plugin.filtered()) == (state != "broken")
-
-
-@pytest.mark.parametrize(
-    ("path", "state"),
-    [
-        (["clone"], "broken"),
-        (["clone", "clone"], "works"),  # on PYTHONPATH, too
-        (["bin", "clone"], "works"),  # installed as editable
-    ],
-)
-def test_metadata_in_the_current_folder_alone_are_no_installation(
-    worker: Worker, tmp_path: Path, path: list[str], state: str
-) -> None:
-    """`pip wheel .` leaves an egg-info in a clone, and `python -m` puts the current folder on the path."""
-    about = tmp_path / "clone" / "npu_replay.egg-info"
-    about.mkdir(parents=True)
-    (about / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: npu-replay\nVersion: 0.1.0\n")
-    (about / "entry_points.txt").write_text(f"[{plugin.GROUP}]\n{plugin.NAME} = x:y\n")
-    worker.env.chdir(tmp_path / "clone")
-    worker.env.setattr(sys, "path", [str(tmp_path / folder) for folder in path])
-    capability = plugin.capability(Product("vllm-ascend", True, "0.23.0"), Product("vllm", True, "0.23.0"))
-    assert capability.state == state
-    assert ("found in the current folder alone" in capability.why) == (state == "broken")
 
 
 # ---- what is looked for in a worker
