@@ -124,9 +124,26 @@ def _schedules_ahead(plan: EnginePlan, version: str, ascend: str) -> ReplayError
     )
 
 
+def _unasked(plan: EnginePlan) -> ReplayError | None:
+    """Return the error of a plan of vLLM that doesn't ask for routes; other frameworks do so themselves."""
+    if plan.engine != "vllm":
+        return None
+    switch = vllm_releases.SWITCH
+    places = plan.arguments, engine_plan.as_mapping(plan.arguments.get("aux_output_config"))
+    if any(engine_plan.on(place, (switch,)) for place in places):
+        return None
+    return ReplayError(
+        "the engine isn't asked for routes",
+        expected=f"--vllm_engine_kwargs '{{\"{switch}\": true}}'",
+        got=f"{switch}={plan.arguments.get(switch)}",
+        cause="R3 needs the engine's routes, and its first pass would come after a whole generation",
+    )
+
+
 def check(framework: Framework, config: Any) -> None:
     """Raise a ReplayError if the engine gives no routes with this config; without strict, log it."""
-    error = refusal(plan_of(framework, config))
+    plan = plan_of(framework, config)
+    error = refusal(plan) or (_unasked(plan) if framework == "ms-swift" else None)
     if error is None:
         return
     error = error.at(f"{framework}'s config")

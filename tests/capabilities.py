@@ -106,11 +106,19 @@ CAPABILITIES: Mapping[str, Mapping[str, Capability]] = {
             "`TopKRouter.router_replay`, by the flag",
             lambda: "router_replay" in import_module(f"{MOE}.router").TopKRouter.__init__.__code__.co_names,
         ),
+        "topk_function": Capability(
+            "`topk_routing_with_score_function(router_replay=)`",
+            _takes(f"{MOE}.moe_utils", "topk_routing_with_score_function", "router_replay"),
+        ),
         "upstream_model": Capability(
             "a whole model recorded and replayed by `RouterReplay` alone, recompute by REPLAY_BACKWARD",
             _has(REPLAY, "RouterReplay"),
         ),
         "upstream_fused": Capability("... with the fused router"),
+        "vp_stages": Capability(
+            "`is_vp_first_stage`, `is_vp_last_stage`",
+            _has("megatron.core.pipeline_parallel.utils", "is_vp_first_stage", "is_vp_last_stage"),
+        ),
         "fusion_flag": Capability("`config.moe_router_fusion`", _flag("moe_router_fusion")),
         "padding_mask": Capability(
             "`padding_mask` through record and replay",

@@ -30,8 +30,8 @@ MODULES = (
     "megatron.core.transformer.moe.router",
     "megatron.core.transformer.moe.token_dispatcher",
 )
-SERVED = ("megatron.core.transformer.moe.router_replay",)
-"""What npu_replay serves where a release lacks it."""
+SERVED = ("megatron.core.transformer.moe.router_replay", "megatron.core.pipeline_parallel.utils")
+"""Those that npu_replay serves where a release lacks them."""
 
 Objects = dict[str, Any]
 

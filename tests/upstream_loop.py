@@ -34,6 +34,8 @@ class UpstreamApi:
     """The class RouterReplay."""
     action: Any
     """The enum RouterReplayAction."""
+    topk_routing: Any
+    """topk_routing_with_score_function."""
 
     def new(self, action: str | None = None, ids: torch.Tensor | None = None) -> Any:
         """An instance of its own, with this action and these ids as its target."""
@@ -48,7 +50,8 @@ class UpstreamApi:
 @contextmanager
 def upstream_api() -> Iterator[UpstreamApi]:
     """The API with no instance before, and none left after."""
-    upstream = UpstreamApi(*api())
+    functions = import_module("megatron.core.transformer.moe.moe_utils")
+    upstream = UpstreamApi(*api(), functions.topk_routing_with_score_function)
     upstream.replay.clear_global_router_replay_instances()
     try:
         yield upstream

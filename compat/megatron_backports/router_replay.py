@@ -305,6 +305,8 @@ class Asked(Call):
             self.own()
         before = unfilled(scores, self.fills, topk, self.plan.leaves) if self.plan.is_given else scores
         values, ids = self.replay.get_replay_topk(before, topk, *self._groups, own)
+        if isinstance(outer, Asked) and outer.replay is self.replay:
+            outer.answered(ids, "inner")  # the routing that armed the outer call is answered, too
         return values, ids
 
     def note(self, ids: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ _SHIMS = {
     "megatron.core": (
         "megatron.config_flags",
         "megatron_backports.router_replay",
+        "megatron_backports.moe_utils",
         "megatron_backports.router_init",
     ),
     "sglang": ("sglang.old_path",),

@@ -119,6 +119,7 @@ LET_THROUGH: list[tuple[Any, Any]] = [
 
 
 AHEAD = r"asynchronous scheduling, which is on by itself\. Expected async_scheduling=False, got"
+UNASKED = r"isn't asked for routes\. Expected --vllm_engine_kwargs '{\"enable"
 ROWS: list[tuple[dict[str, str], Any, Any, str]] = [
     # releases that are here, the framework, its config, and in which words it is refused; empty: it is taken
     *(({}, framework, config, re.escape(key)) for framework, config, key in REFUSED),
@@ -139,6 +140,24 @@ ROWS: list[tuple[dict[str, str], Any, Any, str]] = [
         )
     ),
     ({"vllm": "0.1.dev1+g7654321"}, "ms-swift", swift(), ""),  # which release, nobody tells
+    # ms-swift's engine has to be asked; TRL hands no argument on, and the others ask by themselves
+    *(
+        row
+        for options in (None, {"enable_eplb": True})
+        for row in (
+            ({}, "ms-swift", swift(vllm_engine_kwargs=options), UNASKED),
+            ({}, "ms-swift", swift(vllm_engine_kwargs=options, vllm_mode="server"), ""),  # started elsewhere
+            ({}, "TRL", swift(vllm_engine_kwargs=options), ""),
+        )
+    ),
+    *(
+        ({}, "ms-swift", swift(vllm_engine_kwargs=options), "")
+        for options in (
+            {"enable_return_routed_experts": "true"},
+            '{"enable_return_routed_experts": true}',
+            {"aux_output_config": ASKS},
+        )
+    ),
     ({"sglang": "0.5.7"}, "slime", slime(), r"SGLang 0\.5\.7 is older than 0\.5\.8"),
     # on Ascend both tables decide
     (ASCEND, "ms-swift", swift(vllm_quantization="ascend"), "no quantized experts"),

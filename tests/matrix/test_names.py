@@ -56,3 +56,16 @@ def test_a_flag_that_is_set_on_a_built_config_counts(config_class: type, flag: s
 @pytest.mark.capability("fusion_flag")
 def test_every_config_says_whether_its_router_is_fused(config_class: type) -> None:
     assert config_class(**SIZES).moe_router_fusion is False
+
+
+@pytest.mark.capability("vp_stages")
+def test_the_first_and_the_last_virtual_stage() -> None:
+    from megatron.core.pipeline_parallel.utils import is_vp_first_stage, is_vp_last_stage
+
+    assert [is_vp_first_stage(stage, 3) for stage in range(3)] == [True, False, False]
+    assert [is_vp_last_stage(stage, 3) for stage in range(3)] == [False, False, True]
+    for stage, size in ((None, None), (0, None), (None, 1), (0, 1)):
+        assert is_vp_first_stage(stage, size) is is_vp_last_stage(stage, size) is True
+    for ask in (is_vp_first_stage, is_vp_last_stage):
+        with pytest.raises(AssertionError, match="vp_stage=1"):
+            ask(1, None)

@@ -22,6 +22,10 @@ WRAPPED = {
     "megatron.core.transformer.transformer_config.TransformerConfig.__init__",
 }
 """What is there on every release and wrapped on every release: flags, and what instances are given."""
+TOPK = "megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function"
+"""In 0.14 and 0.15 it is there, and takes no router_replay."""
+ALIAS = "megatron.core.transformer.moe.router.topk_routing_with_score_function"
+"""The same function: one line of the report stands for both."""
 UPSTREAMS = "megatron.core.transformer.moe.router_replay"
 SERVED = "module None"
 """A module that has no file, as a snapshot describes it."""
@@ -69,13 +73,13 @@ def test_what_the_release_has_itself_is_left_to_it() -> None:
     installed = snapshot("last")["installed"]
     before = untouched()
     replaced = {path for path in different(installed, before) if path in before} - WRAPPED
-    assert replaced == set()
+    assert replaced <= (set() if UPSTREAMS in before else {TOPK, ALIAS})
 
 
 def test_every_change_is_in_the_report() -> None:
     report = "\n".join(snapshot("last")["report"])
     installed = snapshot("last")["installed"]
-    changed = different(installed, untouched())
+    changed = different(installed, untouched()) - {ALIAS}
     served = [path for path in changed if installed.get(path) == SERVED]
     for path in changed:
         assert path in report or any(path.startswith(f"{module}.") for module in served)

@@ -1,8 +1,8 @@
-"""RouterReplay as Megatron-core 0.19 has it, on any release.
+"""RouterReplay and topk_routing_with_score_function as Megatron-core 0.19 has them, on any release.
 
-What upstream's own tests ask of it is asked here, and what they leave out. And a training loop written
-against it and nothing else: its witness is npu_replay's own replay of the same routes, in a model without
-the flag and without recompute.
+What upstream's own six tests ask is asked here, and what they leave out. And a training loop written against
+them and nothing else: its witness is npu_replay's own replay of the same routes, in a model without the flag
+and without recompute.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -34,13 +35,44 @@ from zoo.gpt import (
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
 
+ROWS = 4
+EXPERTS = 6
 FOREIGN = torch.tensor([[5, 0], [1, 4], [3, 2], [0, 2]])
+"""Ids that are not the top two of these scores, and in no order."""
 
 
 @pytest.fixture
 def api() -> Iterator[UpstreamApi]:
     with upstream_api() as looked_up:
         yield looked_up
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(4), requires_grad=True)
+
+
+def at(values: torch.Tensor) -> torch.Tensor:
+    return values.gather(1, FOREIGN)
+
+
+@pytest.mark.capability("topk_function")
+@pytest.mark.parametrize("pre_softmax", [False, True])
+@pytest.mark.parametrize(
+    "groups", [{}, {"num_groups": 3, "group_topk": 1}, {"num_groups": 1, "group_topk": 1}], ids=str
+)
+def test_replay_shows_the_targets_own_scores(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any], pre_softmax: bool
+) -> None:
+    """T33: the masked scores of a group that lost, minus infinity or zero, must not come through."""
+    options = {"use_pre_softmax": pre_softmax, "score_function": "softmax"} | groups
+    expected = at(logits.softmax(dim=-1)) if pre_softmax else at(logits).softmax(dim=-1)
+    for grad in (True, False):  # a reentrant checkpoint runs its first pass without
+        replay = api.new("REPLAY_FORWARD", FOREIGN)
+        with torch.set_grad_enabled(grad):
+            probs, routing_map = api.topk_routing(logits, 2, router_replay=replay, **options)
+        assert torch.equal(routing_map, torch.zeros(ROWS, EXPERTS).scatter(1, FOREIGN, 1).bool())
+        assert torch.equal(at(probs), expected)
 
 
 @pytest.mark.capability("module")
@@ -80,6 +112,25 @@ def test_the_module_its_actions_and_its_list_of_all_are_upstreams(api: UpstreamA
     assert {one.router_replay_action for one in pair} == {None}
     api.replay.clear_global_router_replay_instances()
     assert api.replay.global_router_replay_instances == []
+
+
+@pytest.mark.capability("topk_function")
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 3, "group_topk": 1}], ids=["no groups", "groups"])
+def test_sigmoid_with_a_bias_weighs_by_the_unbiased_scores(
+    api: UpstreamApi, logits: torch.Tensor, groups: dict[str, Any]
+) -> None:
+    bias = torch.tensor([3.0, -3.0, 1.0, -1.0, 2.0, 0.0])
+    settings: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": bias, "scaling_factor": 2.5}
+    settings |= groups
+    record = api.new("RECORD")
+    api.topk_routing(logits, 2, router_replay=record, **settings)
+    if not groups:
+        biased = (logits.sigmoid() + bias).topk(2, dim=1).indices
+        assert torch.equal(record.get_recorded_indices().sort(dim=1).values, biased.sort(dim=1).values)
+    replay = api.new("REPLAY_FORWARD", FOREIGN)
+    probs, _ = api.topk_routing(logits, 2, router_replay=replay, **settings)
+    scores = at(logits.sigmoid())
+    torch.testing.assert_close(at(probs), 2.5 * scores / scores.sum(dim=-1, keepdim=True))
 
 
 @pytest.mark.capability("layer_number")

@@ -1,4 +1,7 @@
-"""Routers that are driven by upstream's API alone, on releases that have it and on those that lack it."""
+"""Routers that are driven by upstream's API alone, on releases that have it and on those that lack it.
+
+And the functions of moe_utils that frameworks import from later releases.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import pickle
 import types
 import weakref
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +22,13 @@ import torch
 import npu_replay
 import upstream_loop
 from npu_replay import RoutedExperts
+from npu_replay.compat.megatron_backports import moe_utils as moe_functions
 from npu_replay.compat.megatron_backports import router_init, router_replay
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching import patches as patching
 from npu_replay.errors import NoEffect, ReplayError, RouterError
 from npu_replay.smoke import megatron_model
-from upstream_loop import FLAG, api, build_replayed
+from upstream_loop import FLAG, api, build_replayed, upstream_api
 from zoo.gpt import BATCH, LENGTH, MICRO_BATCHES, VARIANTS, Trainer, perturbed, routers, same
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("megatron")]
@@ -143,12 +149,21 @@ def test_router_replay_records_beside_a_block_also_experts_that_are_masked_now()
         assert all(torch.equal(ids, apart) for layers in recorded for ids in layers)
 
 
+def of_0_16(self: Any, logits: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """A routing as a framework writes it against 0.16."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    return topk_routing_with_score_function(
+        logits.view(-1, 8), self.topk, score_function="softmax", router_replay=self.router_replay
+    )
+
+
 def by_its_class(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A wrapper of one router that goes on to the class."""
     return type(self).routing(self, logits, *args, **kwargs)
 
 
-@pytest.mark.parametrize("way", ["given by hand", "by its class"])
+@pytest.mark.parametrize("way", ["given by hand", "of 0.16", "by its class"])
 def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these works on 0.16, so it has to here."""
     if way == "given by hand":
@@ -159,6 +174,8 @@ def test_a_router_is_replayed_however_it_was_made(way: str, monkeypatch: pytest.
     else:
         trainer = build_replayed({})
     modules = [router.module for router in routers(trainer.model)]
+    if way == "of 0.16":
+        monkeypatch.setattr(type(modules[0]), "routing", of_0_16)
     if way == "by its class":
         for module in modules:
             module.routing = types.MethodType(by_its_class, module)
@@ -278,3 +295,47 @@ def test_padding_is_left_out_where_that_is_asked_for_and_else_a_router_counts_as
     assert router.local_tokens_per_expert.tolist() == counts
     router._apply_expert_bias(chosen)
     assert router.local_tokens_per_expert.tolist() == [counted + 2 for counted in counts]
+
+
+# Functions of later releases, that frameworks import. What each means, and how all of them come and go, on
+# every release: tests/matrix
+
+LOGITS = torch.randn(24, 8, generator=torch.Generator().manual_seed(5))
+IDS = torch.rand(24, 8, generator=torch.Generator().manual_seed(6)).argsort(dim=1)[:, :2]
+"""Somebody else's choice, also of experts that the router would never take."""
+
+
+@pytest.fixture
+def lacking() -> Any:
+    """The release's moe_utils, where that has no topk_routing_with_score_function of its own."""
+    module: Any = import_module(moe_functions.MODULE)
+    if "def topk_routing_with_score_function(" in Path(module.__file__).read_text():
+        pytest.skip("the release's own function is called, whatever moe_utils holds")
+    return module
+
+
+def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(
+    lacking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = torch.ones(*LOGITS.shape, dtype=torch.bool)
+    monkeypatch.setattr(lacking, "topk_softmax_with_capacity", lambda logits, *_, **__: (logits, chosen, 0))
+    with upstream_api() as api, pytest.raises(NoEffect, match="calls no top-k"):
+        lacking.topk_routing_with_score_function(LOGITS, 2, router_replay=api.new("REPLAY_FORWARD", IDS))
+    with pytest.raises(ValueError, match=r"came with 0\.14"):
+        lacking.topk_routing_with_score_function(LOGITS, 2, fused=True)
+
+
+def test_what_mindspeed_puts_in_the_place_of_the_releases_own_is_called(
+    lacking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fix_router replaces the function in moe_utils, before us or after."""
+    asked: dict[str, Any] = {}
+
+    def mindspeeds(logits: torch.Tensor, topk: int, **options: Any) -> tuple[str, str, str]:
+        asked.update(options)
+        return "probs", "map", "tokens per expert"
+
+    monkeypatch.setattr(lacking, "topk_softmax_with_capacity", mindspeeds)
+    chosen = lacking.topk_routing_with_score_function(LOGITS, 2, scaling_factor=2.0)
+    assert chosen == ("probs", "map")
+    assert asked["scaling_factor"] == 2.0
