@@ -156,13 +156,6 @@ class RouterKind:
         """Return why this router, which called these functions, reaches no top-k; "" if that isn't known."""
         return ""
 
-    def functions(self, routers: Sequence[Router]) -> Iterable[tuple[str, object, str]]:
-        """Return the functions that route in these and must stay in place in a block: name, owner, attribute.
-
-        The attribute is looked up in the owner's own `__dict__`, and may be missing there.
-        """
-        return ()
-
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[Handle]:
         """Attach hooks to a chunk that mark the recomputes which it runs outside backward."""
         return ()
@@ -210,11 +203,6 @@ def explained(router: Router, called: Iterable[str]) -> str:
     """Return why this router, which called these functions, reached no top-k; empty if no product knows."""
     causes = (kind.explains(router.module, called) for kind in _registered())
     return next(filter(None, causes), router.bypass)
-
-
-def functions(routers: Sequence[Router]) -> list[tuple[str, object, str]]:
-    """Return the functions that route in these routers, for every product: name, owner, attribute."""
-    return [place for kind in _registered() for place in kind.functions(routers)]
 
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:

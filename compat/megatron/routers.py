@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,8 +25,6 @@ from npu_replay.sessions.timeline import Marks
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 IDLE_WITHOUT_ACTION = "npu_replay_idle_without_action"
 """The class attribute of a framework's RouterReplay that need not be asked without an action."""
-_METHODS = ("forward", "routing")
-_TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
 _FUSED = (
     f"moe_router_fusion=True, and a kernel other than {fused_router.MODULE}.{fused_router.KERNEL}; "
@@ -94,21 +92,6 @@ class MegatronRouters(RouterKind):
         if any(fused_router.is_on(getattr(_adapted(router.module), "config", None)) for router in routers):
             handles.append(fused_router.HeldKernel())
         return handles
-
-    def functions(self, routers: Sequence[Router]) -> Iterator[tuple[str, object, str]]:
-        """Yield the methods and functions that calls of these routers go through."""
-        product: Any = sys.modules.get(_ROUTER_MODULE)
-        if product is None:
-            return
-        adapted = [(router.path, _adapted(router.module)) for router in routers]
-        ours = [(path, module) for path, module in adapted if isinstance(module, product.TopKRouter)]
-        classes = {product.TopKRouter, *(base for _, module in ours for base in type(module).__mro__)}
-        owners = [(kind.__name__, kind) for kind in classes if issubclass(kind, nn.Module)]
-        for where, owner in owners + ours:
-            for name in _METHODS:
-                yield f"{where}.{name}", owner, name
-        for name in _TOP_K_FUNCTIONS:
-            yield name, product, name
 
     def labelled(self, chunk: ModuleTree, routers: list[Router]) -> list[Router]:
         return hybrid.labelled(chunk, routers)

@@ -55,8 +55,8 @@ _CHANGED_IN_BLOCK = (
 )
 _PAST_CALL = (
     "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
-    "and compile before the block), another path to the experts than the router's __call__, or a layer that "
-    "this forward skipped"
+    "and compile before the block), another path to the experts than the router's __call__, a layer that "
+    "this forward skipped, or a layer or a forward that was replaced inside the block"
 )
 _NO_TOPK = (
     "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "

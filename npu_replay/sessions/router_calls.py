@@ -211,7 +211,6 @@ class RouterCalls(ForwardInPlace):
 
     def _run_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call: Call | None = None
-        self.look_again()
         if self.is_on:
             in_mode = bool(function_modes() or dispatch_modes())  # of somebody's, which is off inside
             with self._closely:
@@ -242,7 +241,6 @@ class RouterCalls(ForwardInPlace):
             routes: the given routes on their device (`Given`); None where routers choose.
             ids: the given ids, int64 [rows, topk], if that is all that the call needs.
         """
-        self.look_again()
         plan = self._plans[self.module.training]
         self.ready = None
         if plan.is_quick:
