@@ -15,7 +15,7 @@ import torch
 
 from npu_replay import routers
 from npu_replay.errors import RecomputeError, ReplayError, RouterError, micro_batch
-from npu_replay.routers import Handle, Router, hidden_states
+from npu_replay.routers import Router, hidden_states
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.seam import backward
 from npu_replay.seam.backward import graph_task, sequence_number, top_hooks
@@ -25,7 +25,6 @@ from npu_replay.seam.plan import Plan
 from npu_replay.seam.quick_call import LARGE, QuickCall
 from npu_replay.seam.torch_state import (
     ForwardInPlace,
-    Hook,
     dispatch_modes,
     function_modes,
     outside_modes,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from npu_replay.sessions.timeline import Marks
 
 is_grad_enabled = torch.is_grad_enabled
-_global_hooks: dict[int, Any] = torch.nn.modules.module._global_forward_hooks
 _is_batched = torch._C._functorch.is_batchedtensor
 
 
@@ -150,15 +148,10 @@ class RouterCalls(ForwardInPlace):
         )
         self._plans = {True: plan, False: plan}  # by `module.training`
         self._most_rows = LARGE // router.num_experts
-        # Used where the module has hooks of others, which come later: our hook behind them, by its handle.
-        self._behind: Handle | None = None
-        self._shown_before: tuple[object, Call] | None = None  # its output before these hooks
 
     def take_off(self) -> None:
         super().take_off()
-        if self._behind is not None:
-            self._behind.remove()
-        for name in ("ready", "shared", "timeline", "marks", "_closely", "_shown_before"):
+        for name in ("ready", "shared", "timeline", "marks", "_closely"):
             vars(self)[name] = None  # a wrapper of somebody's may hold this for ever
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +160,6 @@ class RouterCalls(ForwardInPlace):
         if (
             call is None
             or self.marks.any
-            or self.module._forward_hooks  # they may replace the output
-            or _global_hooks
             or not call.micro_batch.is_open
             or here.call is not None
             or graph_task() != -1
@@ -277,7 +268,6 @@ class RouterCalls(ForwardInPlace):
             routes = device_routes.on[hidden.device]
             loses = routes.lost_of(self.label) if self.router.drops else None
         self._refuse_batched(hidden)
-        self._go_behind()
         forward.calls[self.label] = call = Call(
             *(self, self._plans[self.module.training], forward, rows),
             choose=self._chooses,
@@ -298,13 +288,11 @@ class RouterCalls(ForwardInPlace):
         """
         plan = self._plans[self.module.training]
         checked = is_due(repeated.number)
-        plain = not (checked or in_mode or here.call)
         rows = self._rows_of(hidden)
         ids = self._ids_again(repeated, rows, hidden.device)
-        if plan.is_quick and plain and not (self.module._forward_hooks or _global_hooks):
+        if plan.is_quick and not (checked or in_mode or here.call):
             return QuickCall(self, plan, repeated, rows, ids_of_forward, ids, None, True, False)
         self._refuse_batched(hidden)
-        self._go_behind()
         return Call(
             *(self, plan, repeated, rows),
             choose=ids_of_forward,
@@ -323,15 +311,6 @@ class RouterCalls(ForwardInPlace):
                 where=f"layer {router.label} ({router.path or 'the module itself'})",
                 cause="torch.vmap, torch.func.jacrev or the like around the model: loop over the batch",
             )
-
-    def _go_behind(self) -> None:
-        """Place our hook behind those of others, which may replace the output."""
-        if self._behind is not None:
-            self._behind.remove()
-        self._behind = None
-        if not self._is_block and (self.module._forward_hooks or _global_hooks):
-            hook = Hook(self, RouterCalls._leaves, self.module)
-            self._behind = self.module.register_forward_hook(hook)
 
     def _rows_of(self, hidden: torch.Tensor) -> int:
         """Return the number of rows of the scores that the router makes of its input."""
@@ -372,10 +351,7 @@ class RouterCalls(ForwardInPlace):
             self._end_recompute(call, output)
         else:
             self._end_live(call, output)
-        mended = None if self._mend is None or call.ids is None else self._mend(output, call.ids)
-        if self._behind is not None:
-            self._shown_before = (output if mended is None else mended), call
-        return mended
+        return None if self._mend is None or call.ids is None else self._mend(output, call.ids)
 
     def _end_live(self, call: Call, output: object) -> None:
         forward = call.micro_batch
@@ -401,14 +377,3 @@ class RouterCalls(ForwardInPlace):
         self.shared.checks.add(checks)
         if checks and checks[-1].right is not None and checks[-1].right.is_cpu:
             self.shared.checks.read(wait=True)
-
-    def _leaves(self, args: tuple[Any, ...], output: object) -> None:
-        """Check the output again, after the hooks of others, which may have replaced it."""
-        ours, call = self._shown_before or (output, None)
-        self._shown_before = None
-        if output is ours or call is None or call.ids is None or self.router.shows is None:
-            return
-        with self._closely:
-            shown = self.router.shows(output)
-            if shown is not call.ids:
-                self.shared.checks.add([effect.looked_at(call, shown, call.ids)])

@@ -5,7 +5,6 @@ The truth is the router's own code over the scores that it got, or an untouched 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -477,32 +476,6 @@ def test_a_mode_of_somebodys_that_answers_the_top_k_is_heard(
     model = ToyModel(ToyRouter(), recompute=recompute)
     with mode(), opened(block, model):
         assert same(run(model, *range(4)), untouched)
-
-
-@pytest.mark.parametrize(("number", "hung"), [(0, 0), (3, 0), (3, 3)])
-@pytest.mark.parametrize("block", ["record", "replay"])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["", "a global hook"])
-def test_a_hook_of_somebodys_that_returns_other_experts_is_refused(
-    everywhere: bool, number: int, hung: int, block: str
-) -> None:
-    """It is hung up inside the block, before micro-batch `hung`, and lies in micro-batch `number`."""
-    model = ToyModel()
-    router = model.layers[1].router
-
-    def moves(module: nn.Module, args: Any, output: Pair) -> Pair:
-        lies = micro_batch == number and module is router
-        return (output[0], (output[1] + 1) % EXPERTS) if lies else None
-
-    hang = nn.modules.module.register_module_forward_hook if everywhere else router.register_forward_hook
-    with (
-        contextlib.ExitStack() as undo,
-        pytest.raises(NoEffect, match=rf"micro-batch {number}"),
-        opened(block, model, 4),
-    ):
-        for micro_batch in range(4):
-            if micro_batch == hung:
-                undo.callback(hang(moves).remove)
-            model(tokens(micro_batch))
 
 
 def test_a_hook_that_returns_the_same_experts_is_let_be() -> None:
