@@ -252,7 +252,7 @@ class RouterCalls(ForwardInPlace):
 
     def _begin_live(self, hidden: torch.Tensor) -> Call:
         """Return the call of a forward; refuse one whose routes have other rows."""
-        forward = self.marks.running()
+        forward = self.timeline.live(self.marks.chunk, self.label)
         if self.label in forward.calls:
             raise self.timeline.called_again(self.label, forward)
         around = self.timeline.enclosing(forward)

@@ -18,11 +18,9 @@ from torch import nn
 
 from npu_replay import routers
 from npu_replay.errors import (
-    CALLED_INSIDE,
     MicroBatchError,
     ReplayError,
     RouterError,
-    micro_batch,
 )
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
@@ -178,12 +176,6 @@ class Session:
     def _check_complete(self) -> None:
         if self.timeline.threads is not None:
             raise self.timeline.threads  # its own thread may have swallowed it
-        if (bypassed := self.timeline.bypassed) is not None:
-            raise MicroBatchError(
-                "the routers ran, but not through the __call__ of the module that was passed",
-                where=micro_batch(bypassed.number),
-                cause=CALLED_INSIDE,
-            )
         ended = self.timeline.ended
         MicroBatchError.unless(
             max(ended) > 0,

@@ -239,7 +239,7 @@ def test_a_function_whose_forward_gets_no_ctx_is_never_wrong_in_silence(kind: st
     if kind in ("record", "replay"):  # whose ids are there in any case
         close(gradients(kind, ToyModel(Drifting(), Drifting()), rerun, "each"), expected)
         return
-    with pytest.raises(RecomputeError, match="not foreseen|no forward of this block"):
+    with pytest.raises(RecomputeError, match=r"not foreseen|no forward of this block"):
         gradients(kind, ToyModel(Drifting(), Drifting()), rerun, "each")
 
 

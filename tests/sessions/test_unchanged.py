@@ -107,7 +107,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 @pytest.mark.parametrize("change", [router, forward_of_the_class, other_dictionaries])
 def test_what_is_replaced_before_a_forward_ends_the_block(change: Change, kind: str) -> None:
     model = ToyModel()
-    words = r"micro-batch 3(, layer 0 .*was not called|: the routers ran, but not through the __call__)"
+    words = r"micro-batch 3, layer 0( .*was not called|: a router ran, but not through the __call__)"
     with pytest.raises(ReplayError, match=words), opened(kind, model, 4):
         for number in range(3):
             forward(model, number).backward()
