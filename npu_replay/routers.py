@@ -152,10 +152,6 @@ class RouterKind:
     def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
         """Refuse a call with these arguments whose loss can't count the experts of a replay."""
 
-    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
-        """Return why this router, which called these functions, reaches no top-k; "" if that isn't known."""
-        return ""
-
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[Handle]:
         """Attach hooks to a chunk that mark the recomputes which it runs outside backward."""
         return ()
@@ -197,12 +193,6 @@ def check_losses(chunk: nn.Module, call: Mapping[str, object]) -> None:
     """Let every product refuse a call whose loss can't count the experts of a replay."""
     for kind in _registered():
         kind.check_losses(chunk, call)
-
-
-def explained(router: Router, called: Iterable[str]) -> str:
-    """Return why this router, which called these functions, reached no top-k; empty if no product knows."""
-    causes = (kind.explains(router.module, called) for kind in _registered())
-    return next(filter(None, causes), router.bypass)
 
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.compat import torch_npu
 from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router, hybrid, parallel_state
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
@@ -78,13 +77,6 @@ class MegatronRouters(RouterKind):
             bypass=_FUSED if fused_router.is_on(config) else "",
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
-
-    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
-        """Return why RouterReplay or a fused operator answers instead of the top-k; empty if neither does."""
-        action = _upstream_replay(_adapted(module))
-        if action is not None:
-            return f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
-        return torch_npu.gating_operator(*called)
 
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
         """Mark what MindSpeed's moe_fb_overlap recomputes, and let the kernel of a fused router ask."""

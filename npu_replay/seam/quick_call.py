@@ -46,7 +46,6 @@ class QuickCall(Call):
         direct: the given ids, int64 [rows, topk], if they are all that the call needs.
     """
 
-    seen: Any = ()
     fills: Sequence[Fill] = ()
     around: Sequence[Any] = ()
     watching = follows = False

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, micro_batch
 from npu_replay.routers import Router, as_map
 from npu_replay.routes.host_copies import HostCopy
@@ -58,14 +57,15 @@ _PAST_CALL = (
     "and compile before the block), another path to the experts than the router's __call__, a layer that "
     "this forward skipped, or a layer or a forward that was replaced inside the block"
 )
-_NO_TOPK = (
-    "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
-    "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
-    "module itself, and compile before the block)"
-)
-_OTHER_AXES = (
-    "a router whose scores keep the axes [batch, sequence, experts]. Flatten them before the top-k, "
-    "scores.flatten(0, -2), and give its weights and ids these axes back: ids.unflatten(0, hidden.shape[:-1])"
+_NO_TOPK = likeliest(
+    "a fused router kernel, which chooses without a top-k (npu_moe_gating_top_k, say): turn the fused "
+    "router off (Megatron: moe_router_fusion=False)",
+    "scores that keep the axes [batch, sequence, experts]: flatten them before the top-k, "
+    "scores.flatten(0, -2), and give weights and ids these axes back, ids.unflatten(0, hidden.shape[:-1])",
+    "another selection without torch.topk (a hash, a sort); an action that Megatron's RouterReplay was given "
+    "inside the block; or somebody has replaced torch.topk inside the block",
+    "a compiled function around the model (torch.compile: pass the compiled module itself, and compile "
+    "before the block)",
 )
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended", _CHANGED
 _NOT_SHOWN = "the router's output doesn't show the chosen experts", _CHANGED
@@ -160,7 +160,7 @@ def of_forward(call: Call, output: object) -> Iterator[Check]:
     router = call.owner.router
     checked = call.micro_batch.checked
     if (ids := call.ids) is None:
-        yield _check(call, _not_reached(router, call))
+        yield _check(call, ("the router never reached its top-k", router.bypass or _NO_TOPK))
         return
     if call.ruled_out is not None:
         yield _check(call, _RULED_OUT, ~call.ruled_out)
@@ -279,12 +279,6 @@ def refuse_wrong_calls(ended: MicroBatch, routers: Sequence[Router]) -> None:
         changed = watched is not None and (call.written is None or watched._version != call.written)
         if changed and _is_written(call):
             raise _error(call.owner.router, ended.number, *_WRITTEN)
-
-
-def _not_reached(router: Router, call: Call) -> Why:
-    if call.passed is not None:
-        return f"the router's top-k is of scores {list(call.passed)}, and not [rows, experts]", _OTHER_AXES
-    return "the router never reached its top-k", routers.explained(router, call.seen) or _NO_TOPK
 
 
 def _shows_others(router: Router) -> Why:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from npu_replay import routers
 from npu_replay.errors import RecomputeError, ReplayError, RouterError, micro_batch
 from npu_replay.routers import Router, hidden_states
 from npu_replay.routes.routed_experts import narrow_dtype
@@ -366,12 +365,10 @@ class RouterCalls(ForwardInPlace):
 
     def _end_recompute(self, call: Call, output: object) -> None:
         if call.way is None:
-            cause = routers.explained(self.router, call.seen)
-            cause = cause or "a recompute that takes another path than the forward"
             raise RecomputeError(
                 "the recompute of this router never reached its top-k",
                 where=micro_batch(call.micro_batch.number, self.label),
-                cause=cause,
+                cause=self.router.bypass or "a recompute that takes another path than the forward",
             )
         checks = list(effect.of_recompute(call, output))
         self.shared.checks.add(checks)

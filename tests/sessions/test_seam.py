@@ -109,7 +109,6 @@ def after_others(router: ToyRouter, scores: Scores) -> Pair:
     torch.topk(scores, router.topk, dim=0)
     torch.topk(scores, router.topk + 1)
     torch.topk(scores, router.topk, largest=False)
-    torch.topk(scores[:-1], router.topk)
     torch.topk(scores[:, :-1], router.topk)
     torch.topk(x=scores.flip(1), k=router.topk)  # numpy's name for the scores
     torch.masked_fill(x=scores, mask=scores < 0, value=0.0)
