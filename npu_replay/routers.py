@@ -253,23 +253,12 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
             label twice, or labels for some only.
     """
     by_chunk: list[list[Router]] = []
-    owner: dict[int, str] = {}
     kinds = _registered()
     trees = [ModuleTree.of(chunk) for chunk in chunks]
-    for number, tree in enumerate(trees):
+    for tree in trees:
         routers = list(_described(tree, kinds))
         for kind in kinds:
             routers = kind.labelled(tree, routers)
-        for router in routers:
-            place = f"chunk {number}, {router.path or 'the module itself'}"
-            if id(router.module) in owner:
-                raise RouterError(
-                    "the same router is in two chunks",
-                    where=place,
-                    expected="each chunk once, none in another",
-                    got=f"also at {owner[id(router.module)]}",
-                )
-            owner[id(router.module)] = place
         by_chunk.append(routers)
     for kind in kinds:
         kind.check_chunks(trees)

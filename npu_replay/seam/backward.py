@@ -131,17 +131,6 @@ def recomputing() -> list[Any]:
     return running
 
 
-def infers_shapes() -> bool:
-    """Return whether a stage of torch.distributed.pipelining runs this forward, to learn its shapes."""
-    if "torch.distributed.pipelining.stage" not in sys.modules:
-        return False
-    return any(
-        frame.f_code.co_name in ("_forward_metadata_inference", "_shape_inference")
-        and frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
-        for frame in _frames()
-    )
-
-
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -133,13 +133,6 @@ def _outside_dispatch() -> Any:
         yield
 
 
-def restore_functions(handled: bool) -> None:
-    """Switch torch's handling of functions on again, after an interrupt before a hook's end."""
-    if handled and not torch._C._is_torch_function_enabled():
-        never_entered = torch._C.DisableTorchFunction()  # its exit switches handling on
-        never_entered.__exit__(None, None, None)
-
-
 def address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's data, under the wrappers of torch.func."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -20,7 +20,6 @@ from npu_replay.seam import torch_state
 from npu_replay.seam.call import Call
 from npu_replay.seam.guarded import guard
 from npu_replay.seam.quick_call import FEW
-from npu_replay.seam.torch_state import restore_functions
 from npu_replay.sessions import effect
 from npu_replay.sessions.micro_batch import Key, MicroBatch, is_due
 from npu_replay.sessions.router_calls import RouterCalls, Shared
@@ -69,7 +68,6 @@ class Answering(Work):
         torch_state.hold_eager(session.chunks, paths, undo)
         undo.callback(guard.remove, undo)
         guard.install(undo)
-        undo.callback(restore_functions, torch._C._is_torch_function_enabled())
 
     def attach(self, session: Session, router: Router, chunk: int) -> None:
         calls = RouterCalls(self.shared, session.errors, router, session.marks[chunk])

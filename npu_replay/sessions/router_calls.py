@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +128,6 @@ class RouterCalls(ForwardInPlace):
         self.timeline = marks.timeline
         self.ready: QuickCall | None = None  # the next call, if it is quick
         self.further = 0  # top-ks behind the answered one of a block, in its last checked call
-        self.shape: Sequence[int] = ()  # of the scores of its last quick call
         self._closely = Closely(shared, errors)
         self._chooses: Choose = given_ids if self.is_given else Call.own  # in a forward
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)

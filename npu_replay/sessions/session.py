@@ -24,7 +24,7 @@ from npu_replay.errors import (
 )
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
-from npu_replay.seam.backward import in_backward, infers_shapes
+from npu_replay.seam.backward import in_backward
 from npu_replay.seam.torch_state import Hook
 from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch, place_of
@@ -131,15 +131,6 @@ class Session:
         with self.errors:
             if in_backward():
                 return
-            number = self.timeline.ended[chunk]
-            if number == 0 and self._work.puts_together and infers_shapes():
-                raise MicroBatchError(
-                    "this forward is no micro-batch: torch's PipelineStage runs it to learn the shapes",
-                    where=place_of(number, chunk, len(self.chunks)),
-                    expected="PipelineStage(..., input_args=..., output_args=...)",
-                    got="a stage without them, in its first step",
-                    cause="run one step before the block, or give the stage its shapes",
-                )
             self.marks[chunk].clear()
             self._work.begins(self.timeline.begin(chunk), args, kwargs)
 
@@ -174,8 +165,6 @@ class Session:
             self._end()
 
     def _check_complete(self) -> None:
-        if self.timeline.threads is not None:
-            raise self.timeline.threads  # its own thread may have swallowed it
         ended = self.timeline.ended
         MicroBatchError.unless(
             max(ended) > 0,

@@ -29,7 +29,6 @@ class Timeline:
 
     def __init__(self, chunks: int) -> None:
         self.ended = [0] * chunks  # how many forwards of each chunk
-        self.threads: MicroBatchError | None = None  # the refusal of a second thread's forward
         # With autograd's sequence number after each forward; ascending, so that a node is found by bisection.
         self.ends: list[tuple[int, MicroBatch]] = []
         self._open: list[MicroBatch | None] = [None] * chunks
@@ -198,11 +197,11 @@ class Timeline:
             if thread != self._opened_on:
                 self._since = backward.sequence_number()
         if thread != self._thread:
-            problem = "the forwards of one block come from two threads"
-            where = place_of(self.ended[chunk], chunk, len(self.ended))
-            cause = "a model called from a thread pool; micro-batches can't be put in order there"
-            self.threads = MicroBatchError(problem, where=where, cause=cause)
-            raise self.threads
+            raise MicroBatchError(
+                "the forwards of one block come from two threads",
+                where=place_of(self.ended[chunk], chunk, len(self.ended)),
+                cause="a model called from a thread pool; micro-batches can't be put in order there",
+            )
 
 
 class Marks:

@@ -252,26 +252,6 @@ def test_a_router_inside_a_router_has_its_own_answer() -> None:
     assert same(chosen, [part.layer_ids(0).long() for part in routes])
 
 
-def test_a_wrapper_that_is_taken_off_after_the_block_leaves_nothing_of_ours() -> None:
-    """A library that patches torch.topk inside a block lays back, later, what it found there."""
-    natives = torch.topk, torch.Tensor.topk
-    scores = torch.rand(4, EXPERTS)
-    with npu_replay.record(ToyModel()) as recording:
-        recording.chunks[0](tokens())
-        found = torch.topk, torch.Tensor.topk
-        torch.topk = torch.Tensor.topk = wrapper = lambda *args, **kwargs: found[0](*args, **kwargs)
-    assert torch.topk is wrapper
-    assert torch.equal(torch.topk(scores, TOPK).indices, natives[0](scores, TOPK).indices)
-    torch.topk, torch.Tensor.topk = found
-    assert torch.equal(torch.topk(scores, TOPK).indices, natives[0](scores, TOPK).indices)
-    assert torch.equal(scores.topk(TOPK).indices, natives[0](scores, TOPK).indices)
-    assert (torch.topk, torch.Tensor.topk) == natives
-    torch.topk = found[0]  # and where nobody called it: the next block takes it off
-    with npu_replay.record(ToyModel()) as recording:
-        recording.chunks[0](tokens())
-    assert torch.topk is natives[0]
-
-
 # What a router does to its scores before its top-k: what is taken for a mask, and what isn't
 
 
