@@ -122,7 +122,7 @@ class Call:
         self.watching = plan.way != "guard"  # Watch is on, until the top-k is caught
         self.fills: Sequence[Fill] = ()  # of scores over the experts, before the top-k
         self._loses = loses
-        self._looks_for_masks = checked and plan.is_given and plan.masks and not is_recompute
+        self._looks_for_masks = checked and plan.is_given and plan.masks
 
     def end(self, shown: Any = None) -> None:
         """End the call; `shown` is what `Router.shows` returned, if it is still to be checked."""

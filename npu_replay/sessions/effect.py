@@ -211,23 +211,10 @@ def of_recompute(call: Call, output: object) -> Iterator[Check]:
         return
     if call.strayed is not None:
         yield _check(call, _OTHERS_IN_KERNEL, ~call.strayed)
-    elif router.shows is None:
-        if call.further != call.micro_batch.further.get(router.label, 0):
-            raise _error(router, call.micro_batch.number, *_TOPKS, again=True)
-        if call.taken is not None:
-            yield looked_at(call, call.taken.shown(), ids)
     elif _is_written(call):
         raise _error(router, call.micro_batch.number, *_OTHERS_IN_RECOMPUTE, again=True)
-    else:
+    elif router.shows is not None:  # a block does with the ids what its forward did
         yield looked_at(call, router.shows(output), ids)
-
-
-def of_stopped_recompute(call: Call) -> Iterator[Check]:
-    """Yield the checks of a block's recompute that its checkpoint stopped early, which hides errors."""
-    if call.further > call.micro_batch.further.get(call.owner.label, 0):
-        yield _check(call, _OTHERS_IN_RECOMPUTE)
-    elif call.taken is not None and call.taken.count and call.ids is not None:
-        yield looked_at(call, call.taken.shown(), call.ids)
 
 
 def looked_at(call: Call, shown: torch.Tensor, ids: torch.Tensor) -> Check:

@@ -131,7 +131,6 @@ class RouterCalls(ForwardInPlace):
         self._closely = Closely(shared, errors)
         self._chooses: Choose = given_ids if self.is_given else Call.own  # in a forward
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)
-        self._is_block = router.shows is None
         self._mend = router.mend if self.is_given else None
         plan = Plan(
             num_experts=router.num_experts,
@@ -141,7 +140,7 @@ class RouterCalls(ForwardInPlace):
             spare=router.spare,
             leaves=router.leaves,
             masks=router.masks,
-            is_block=self._is_block,
+            is_block=router.shows is None,
             inside=RouterCalls._run_closely.__code__,
         )
         self._plans = {True: plan, False: plan}  # by `module.training`
@@ -206,13 +205,8 @@ class RouterCalls(ForwardInPlace):
                 call = self._begin(args, kwargs, in_mode)
         if call is None:
             return self.native(*args, **kwargs)
-        try:
-            with call:
-                output = self.native(*args, **kwargs)
-        except BaseException:
-            if call.is_recompute and self._is_block:
-                self.shared.checks.add(effect.of_stopped_recompute(call))
-            raise
+        with call:
+            output = self.native(*args, **kwargs)
         return self._end_closely(call, output)
 
     def _end_closely(self, call: Call, output: Any) -> Any:
@@ -285,10 +279,9 @@ class RouterCalls(ForwardInPlace):
         then no call is quick.
         """
         plan = self._plans[self.module.training]
-        checked = is_due(repeated.number)
         rows = self._rows_of(hidden)
         ids = self._ids_again(repeated, rows, hidden.device)
-        if plan.is_quick and not (checked or in_mode or here.call):
+        if plan.is_quick and not (is_due(repeated.number) or in_mode or here.call):
             return QuickCall(self, plan, repeated, rows, ids_of_forward, ids, None, True, False)
         self._refuse_batched(hidden)
         return Call(
@@ -297,8 +290,6 @@ class RouterCalls(ForwardInPlace):
             routes=ids,
             loses=repeated.lost.get(self.label),
             is_recompute=True,
-            checked=checked,
-            follows=self.further > 0,
         )
 
     def _refuse_batched(self, hidden: torch.Tensor) -> None:
@@ -356,8 +347,6 @@ class RouterCalls(ForwardInPlace):
         if call.ids is None and self.is_given:
             # Refuses routes with other rows, of which a quick call answers no top-k.
             self.shared.source.fitting(self.router, forward, call.rows)
-        if call.further:
-            forward.further[self.label] = call.further
         if forward.checked:
             self.further = call.further
         forward.checks.extend(effect.of_forward(call, output))
