@@ -149,7 +149,7 @@ def _running_functions() -> Iterator[Any]:
         code = frame.f_code
         # `self` is a module's: reading the locals of all frames would cost more than the walk.
         if code.co_name == "forward" and code.co_varnames[:1] not in ((), ("self",)):
-            ctx = frame.f_locals.get(code.co_varnames[0])
+            ctx: Any = frame.f_locals.get(code.co_varnames[0])
             if isinstance(ctx, BackwardCFunction) and not ctx._input_metadata:
                 yield ctx
 
