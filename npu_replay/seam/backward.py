@@ -150,7 +150,8 @@ def _running_functions() -> Iterator[Any]:
         # `self` is a module's: reading the locals of all frames would cost more than the walk.
         if code.co_name == "forward" and code.co_varnames[:1] not in ((), ("self",)):
             ctx: Any = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(ctx, BackwardCFunction) and not ctx._input_metadata:
+            is_ctx = isinstance(ctx, BackwardCFunction)
+            if is_ctx and not ctx._input_metadata:
                 yield ctx
 
 
