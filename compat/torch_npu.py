@@ -1,6 +1,6 @@
 """Handles an Ascend NPU in torch (torch_npu), and what it changes for code that asks torch for its device.
 
-Probes: `load`, `accelerator`, `capability`. Offers: `remedy`, `gating_operator`, `stand_in_for_cuda`. Changes
+Probes: `load`, `accelerator`, `capability`. Offers: `remedy`, `stand_in_for_cuda`. Changes
 nothing but by `stand_in_for_cuda`, a switch of torch_npu's that can't be undone. The names below were read in
 torch_npu 2.1 to 2.13, in op-plugin 6.0 to 26.1 and in vllm-ascend.
 """
@@ -18,15 +18,6 @@ NAME = "npu"
 BACKEND = "hccl"
 MODULE = "torch_npu"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-
-_GATING = {
-    "npu_moe_gating_top_k": "torch_npu",
-    "npu_moe_gating_top_k_softmax": "torch_npu",
-    "npu_moe_gating_top_k_softmax_v2": "torch_npu",
-    "moe_gating_top_k": "vllm-ascend",
-    "moe_gating_top_k_hash": "vllm-ascend",
-}
-"""Operators that score and choose in one kernel, and the product that has them."""
 
 
 # Probes
@@ -77,27 +68,6 @@ def remedy() -> str:
         f"Until then `import torch` may fail too, which loads {MODULE} by itself: export {AUTOLOAD}=0 keeps "
         "it from that, and the CPU can be used"
     )
-
-
-def gating_operator(*names: str) -> str:
-    """Return why a router that calls these operators can't be replayed; empty if it can.
-
-    The operators choose in one kernel: no top-k is called that could be answered. A name may have its
-    library and overload.
-
-    >>> from npu_replay.compat import torch_npu
-    >>> torch_npu.gating_operator("npu.npu_moe_gating_top_k.default")
-    'npu_moe_gating_top_k, a fused operator of torch_npu, chooses the experts in one kernel ...'
-    >>> torch_npu.gating_operator("aten.topk")
-    ''
-    """
-    for part in (part for name in names for part in name.replace("::", ".").split(".")):
-        if part in _GATING:
-            return (
-                f"{part}, a fused operator of {_GATING[part]}, chooses the experts in one kernel and calls "
-                "no top-k; turn the fused router off to record and replay (Megatron: moe_router_fusion=False)"
-            )
-    return ""
 
 
 def stand_in_for_cuda() -> None:

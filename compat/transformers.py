@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.compat import peft, torch_npu
+from npu_replay.compat import peft
 from npu_replay.environment import AUX_LOSS
 from npu_replay.errors import NoEffect, RouterError, described
 from npu_replay.module_tree import ModuleTree
@@ -47,9 +47,6 @@ _GROUPS = ("num_group", "n_group", "num_expert_groups")
 
 class TransformersRouters(RouterKind):
     """Recognises router modules and blocks without one; refuses by name every other choice of experts."""
-
-    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
-        return torch_npu.gating_operator(*called)
 
     def variant(self, model: nn.Module) -> Callable[[], Mapping[str, object]]:
         """Return a function that tells which PEFT adapters run, and whether the model generates."""

@@ -152,17 +152,6 @@ class RouterKind:
     def check_losses(self, chunk: nn.Module, call: Mapping[str, object]) -> None:
         """Refuse a call with these arguments whose loss can't count the experts of a replay."""
 
-    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
-        """Return why this router, which called these functions, reaches no top-k; "" if that isn't known."""
-        return ""
-
-    def functions(self, routers: Sequence[Router]) -> Iterable[tuple[str, object, str]]:
-        """Return the functions that route in these and must stay in place in a block: name, owner, attribute.
-
-        The attribute is looked up in the owner's own `__dict__`, and may be missing there.
-        """
-        return ()
-
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> Iterable[Handle]:
         """Attach hooks to a chunk that mark the recomputes which it runs outside backward."""
         return ()
@@ -204,17 +193,6 @@ def check_losses(chunk: nn.Module, call: Mapping[str, object]) -> None:
     """Let every product refuse a call whose loss can't count the experts of a replay."""
     for kind in _registered():
         kind.check_losses(chunk, call)
-
-
-def explained(router: Router, called: Iterable[str]) -> str:
-    """Return why this router, which called these functions, reached no top-k; empty if no product knows."""
-    causes = (kind.explains(router.module, called) for kind in _registered())
-    return next(filter(None, causes), router.bypass)
-
-
-def functions(routers: Sequence[Router]) -> list[tuple[str, object, str]]:
-    """Return the functions that route in these routers, for every product: name, owner, attribute."""
-    return [place for kind in _registered() for place in kind.functions(routers)]
 
 
 def mark(chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
@@ -275,23 +253,12 @@ def find(chunks: Sequence[nn.Module]) -> list[list[Router]]:
             label twice, or labels for some only.
     """
     by_chunk: list[list[Router]] = []
-    owner: dict[int, str] = {}
     kinds = _registered()
     trees = [ModuleTree.of(chunk) for chunk in chunks]
-    for number, tree in enumerate(trees):
+    for tree in trees:
         routers = list(_described(tree, kinds))
         for kind in kinds:
             routers = kind.labelled(tree, routers)
-        for router in routers:
-            place = f"chunk {number}, {router.path or 'the module itself'}"
-            if id(router.module) in owner:
-                raise RouterError(
-                    "the same router is in two chunks",
-                    where=place,
-                    expected="each chunk once, none in another",
-                    got=f"also at {owner[id(router.module)]}",
-                )
-            owner[id(router.module)] = place
         by_chunk.append(routers)
     for kind in kinds:
         kind.check_chunks(trees)

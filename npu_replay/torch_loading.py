@@ -10,27 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 
 from npu_replay import environment
 
 logger = logging.getLogger(__name__)
 
 _SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_BACKENDS = "torch.backends"
 
 
 def _load() -> None:
-    if "torch" not in sys.modules and find_spec("torch") is None:
-        raise ModuleNotFoundError(
-            f"npu_replay needs torch 2.7 or newer, and {sys.executable} has none: take the Python of the "
-            "job's environment or container",
-            name="torch",
-        )
     if environment.disabled() or "torch" in sys.modules or os.environ.get(_SWITCH, "1") != "1":
-        return
-    if not entry_points(group=_BACKENDS):
         return
     os.environ[_SWITCH] = "0"
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from npu_replay.compat import torch_npu
 from npu_replay.compat.megatron import aux_losses, foreign_routing, fused_router, hybrid, parallel_state
 from npu_replay.compat.mindspeed import fb_overlap, features, llm
 from npu_replay.compat.patching import import_hook
@@ -25,8 +24,6 @@ from npu_replay.sessions.timeline import Marks
 _ROUTER_MODULE = "megatron.core.transformer.moe.router"
 IDLE_WITHOUT_ACTION = "npu_replay_idle_without_action"
 """The class attribute of a framework's RouterReplay that need not be asked without an action."""
-_METHODS = ("forward", "routing")
-_TOP_K_FUNCTIONS = ("topk_softmax_with_capacity", "topk_routing_with_score_function")
 _TWO_WAYS = "two ways of replaying at once; use npu_replay's blocks or RouterReplay"
 _FUSED = (
     f"moe_router_fusion=True, and a kernel other than {fused_router.MODULE}.{fused_router.KERNEL}; "
@@ -79,34 +76,12 @@ class MegatronRouters(RouterKind):
             mend=_without_exact_zeros if config.moe_token_dispatcher_type == "flex" else None,
         )
 
-    def explains(self, module: nn.Module, called: Iterable[str]) -> str:
-        """Return why RouterReplay or a fused operator answers instead of the top-k; empty if neither does."""
-        action = _upstream_replay(_adapted(module))
-        if action is not None:
-            return f"RouterReplay was given {action} inside the block: {_TWO_WAYS}"
-        return torch_npu.gating_operator(*called)
-
     def mark(self, chunk: nn.Module, routers: Sequence[Router], marks: Marks) -> list[Handle]:
         """Mark what MindSpeed's moe_fb_overlap recomputes, and let the kernel of a fused router ask."""
         handles: list[Handle] = list(fb_overlap.mark(chunk, routers, marks))
         if any(fused_router.is_on(getattr(_adapted(router.module), "config", None)) for router in routers):
             handles.append(fused_router.HeldKernel())
         return handles
-
-    def functions(self, routers: Sequence[Router]) -> Iterator[tuple[str, object, str]]:
-        """Yield the methods and functions that calls of these routers go through."""
-        product: Any = sys.modules.get(_ROUTER_MODULE)
-        if product is None:
-            return
-        adapted = [(router.path, _adapted(router.module)) for router in routers]
-        ours = [(path, module) for path, module in adapted if isinstance(module, product.TopKRouter)]
-        classes = {product.TopKRouter, *(base for _, module in ours for base in type(module).__mro__)}
-        owners = [(kind.__name__, kind) for kind in classes if issubclass(kind, nn.Module)]
-        for where, owner in owners + ours:
-            for name in _METHODS:
-                yield f"{where}.{name}", owner, name
-        for name in _TOP_K_FUNCTIONS:
-            yield name, product, name
 
     def labelled(self, chunk: ModuleTree, routers: list[Router]) -> list[Router]:
         return hybrid.labelled(chunk, routers)

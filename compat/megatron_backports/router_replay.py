@@ -336,7 +336,7 @@ def asking(call: Asked, *, fused: bool = False) -> Iterator[None]:
         raise NoEffect(
             "RouterReplay has an action, and this router calls no top-k that could ask it",
             expected=f"a top-{call.plan.topk} over {call.plan.num_experts} experts",
-            got=", ".join(dict.fromkeys(call.seen)) or "nothing",
+            got="none",
             cause="a selection that is made without torch.topk: by a hash, by a kernel, or in turn",
         )
 

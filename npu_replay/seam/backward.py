@@ -14,8 +14,6 @@ This rests on three private facts of torch, which `probe()` checks once in each 
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,12 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import starmap
 from operator import itemgetter
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -133,17 +131,6 @@ def recomputing() -> list[Any]:
     return running
 
 
-def infers_shapes() -> bool:
-    """Return whether a stage of torch.distributed.pipelining runs this forward, to learn its shapes."""
-    if "torch.distributed.pipelining.stage" not in sys.modules:
-        return False
-    return any(
-        frame.f_code.co_name in ("_forward_metadata_inference", "_shape_inference")
-        and frame.f_globals.get("__name__") == "torch.distributed.pipelining.stage"
-        for frame in _frames()
-    )
-
-
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -151,60 +138,21 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_codes: dict[int, tuple[bool, CodeType]] = {}
-"""Maps a code's id to whether it is a forward's; hashing the code itself would cost more than the walk."""
-_MOST_CODES = 10_000
-
-
 def _running_functions() -> Iterator[Any]:
     """Yield the ctx of every custom autograd Function that is in its `forward`: a node of the graph to be.
 
     A ctx has metadata once its forward has ended; one that calls `forward` again in its backward is skipped.
-    From torch 2.15 on `apply` has no frame, so a forward is recognised by its code.
+    A Function with `setup_context` isn't found, since its forward gets no ctx: its recompute is then refused
+    where the ids weren't kept. No product checkpoints by one.
     """
-    yielded: set[int] = set()
     for frame in _frames():
         code = frame.f_code
-        if (known := _codes.get(id(code))) is None:
-            if len(_codes) >= _MOST_CODES:
-                _codes.clear()
-            known = _codes[id(code)] = any(_code_of(kind) is code for kind in _subclasses(Function)), code
-        if known[0]:
-            first: Any = frame.f_locals.get(next(iter(code.co_varnames), ""))
-            shown = isinstance(first, BackwardCFunction)
-            for ctx in [first] if shown else _unshown(code):
-                if not ctx._input_metadata and id(ctx) not in yielded:
-                    yielded.add(id(ctx))
-                    yield ctx
-
-
-def _subclasses(kind: Any) -> Iterator[Any]:
-    for subclass in kind.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
-
-
-def _code_of(function: Any) -> Any:
-    """Return the code of a Function's forward, beneath decorators and partials."""
-    forward = inspect.unwrap(function.forward)
-    while isinstance(forward, partial):
-        forward = inspect.unwrap(forward.func)
-    return getattr(forward, "__code__", None)
-
-
-def _unshown(code: CodeType) -> list[Any]:
-    """Find the running ctxs of Functions with `setup_context`, whose forward with this code gets no ctx."""
-    # The garbage collector's objects, youngest first: a running ctx has just been made.
-    for generation in range(3):
-        running = []
-        for candidate in gc.get_objects(generation=generation):
-            # By `type`: isinstance would ask objects of others for their __class__.
-            known = issubclass(type(candidate), BackwardCFunction)
-            if known and not candidate._input_metadata and _code_of(candidate._forward_cls) is code:
-                running.append(candidate)
-        if running:
-            return running
-    return []
+        # `self` is a module's: reading the locals of all frames would cost more than the walk.
+        if code.co_name == "forward" and code.co_varnames[:1] not in ((), ("self",)):
+            ctx: Any = frame.f_locals.get(code.co_varnames[0])
+            is_ctx = isinstance(ctx, BackwardCFunction)
+            if is_ctx and not ctx._input_metadata:
+                yield ctx
 
 
 @functools.cache

@@ -79,9 +79,7 @@ class Call:
     watched: torch.Tensor | None = None  # the same, if it is this call's to see that nobody writes into it
     written: int | None = None  # version counter of `watched`; None in inference mode
     way: str | None = None  # how it was caught: "guard", "watch", "inner", or "kernel" (see `note`)
-    passed: torch.Size | None = None  # of scores in other axes, whose top-k was seen and not answered
     further = 0  # number of further top-ks of the same shape
-    has_lookalike = False  # a top-k of other rows came before: a quick call may not know its rows
     direct: torch.Tensor | None = None  # the given ids, int64, if they are all that the call needs
     shown: Any = None  # what `Router.shows` returned, if it is still to be checked
     scores: Any = None  # the input of the top-k
@@ -122,10 +120,9 @@ class Call:
         self.follows = plan.is_block and (checked or follows)
         self.keeps_native_topk = keeps_native_topk
         self.watching = plan.way != "guard"  # Watch is on, until the top-k is caught
-        self.seen: list[str] = []  # functions called before the top-k was caught, while Watch was on
         self.fills: Sequence[Fill] = ()  # of scores over the experts, before the top-k
         self._loses = loses
-        self._looks_for_masks = checked and plan.is_given and plan.masks and not is_recompute
+        self._looks_for_masks = checked and plan.is_given and plan.masks
 
     def end(self, shown: Any = None) -> None:
         """End the call; `shown` is what `Router.shows` returned, if it is still to be checked."""
@@ -135,8 +132,7 @@ class Call:
     def learned(self) -> Plan:
         """Return the plan of the calls that follow this one, which has ended."""
         plan = self.plan
-        alone = not (self.further or self.has_lookalike)
-        plain = self.way == "guard" and alone and type(self.scores) is torch.Tensor
+        plain = self.way == "guard" and not self.further and type(self.scores) is torch.Tensor
         if not plain or plan.drops or plan.spare or plan.is_block:
             return replace(plan, way=self.way, is_quick=False)
         _, args, kwargs = self.taken_by
@@ -185,24 +181,7 @@ class Call:
         """Run a top-k of the guarded name, and answer it if it is the router's."""
         if self.matches(scores, args, kwargs):
             return self.answer(native, scores, args, kwargs, "guard")
-        if self.ids is None and self._is_of_other_rows(scores, args, kwargs):
-            self.has_lookalike = True
         return native(scores, *args, **kwargs)
-
-    def _is_of_other_rows(self, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a top-k differs from the router's in the number of rows alone."""
-        plan = self.plan
-        if not isinstance(scores, torch.Tensor) or scores.shape[1:] != (plan.num_experts,):
-            return False
-        return _k(args, kwargs) == plan.topk and takes_largest_of_rows(args, kwargs)
-
-    def passes(self, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the shape of the scores of a top-k that would be answered if they were two-dimensional."""
-        plan = self.plan
-        if not isinstance(scores, torch.Tensor) or _k(args, kwargs) != plan.topk + plan.spare:
-            return
-        if scores.shape[-1:] == (plan.num_experts,) and scores.numel() == self.rows * plan.num_experts:
-            self.passed = scores.shape
 
     def _stopwatching(self) -> None:
         """Leave Watch once the top-k is caught; from inside Watch this has no effect."""

@@ -7,7 +7,6 @@ some 0.2 µs for each top-k and masked_fill of the process. They can't see a nam
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +36,6 @@ class _Guarded:
         self.name = name
         self.native = getattr(owner, name)
         self.own_attribute = name in vars(owner)  # Tensor's is inherited from its C base
-        self.is_laid = False
         self.answered = self._topk() if name == "topk" else self._fill()
         self.answered.__doc__ = self.native.__doc__
 
@@ -48,8 +46,6 @@ class _Guarded:
             call = here.call
             if call is not None and call.is_armed and (args or "input" in kwargs):
                 return call.take(native, args[0] if args else kwargs.pop("input"), args[1:], kwargs)
-            if call is None and not guard.is_open:  # a wrapper from inside the block has restored ours
-                self.lay_back()
             return native(*args, **kwargs)
 
         return topk
@@ -62,8 +58,6 @@ class _Guarded:
             if call is not None and call.ids is None and call.is_armed and (args or "input" in kwargs):
                 scores = args[0] if args else kwargs.pop("input")
                 return call.fill(native, scores, args[1:], kwargs, in_place)
-            if call is None and not guard.is_open:
-                self.lay_back()
             return native(*args, **kwargs)
 
         return masked_fill
@@ -89,58 +83,33 @@ _NAMES = (
 class Guard:
     """Replaces torch's names for top-k and masked_fill while at least one block is open.
 
-    It takes no lock, which an interrupt or a fork could leave locked: each step may run twice, from any
-    thread. Names are laid back before `is_open` says so: until then no other thread lays them back.
+    It takes no lock, which a fork could leave locked.
     """
 
     def __init__(self) -> None:
         self._holders: set[object] = set()
         self._dynamo_knew = False
         self._names: list[_Guarded] = []
-        self.is_open = False
 
     def install(self, holder: object) -> None:
         """Replace the names for a holder, until `remove` is called with it; each may be called repeatedly."""
         self._holders.add(holder)
-        if not self.is_open:
-            for left in self._names:
-                left.lay_back()
+        if not self._names:
             self._dynamo_knew = dynamo_knows()
             self._names = [_Guarded(owner, name) for owner, name in _NAMES]
-            # TorchScript finds operators by the id of a function, and can't compile ours: it stands for the
-            # operator while it is there.
-            if (operators := _script_table()) is not None:
-                for guarded in self._names:
-                    if guarded.owner is torch:
-                        operators[id(guarded.answered)] = f"aten::{guarded.name}"
-            self.is_open = True
-        for guarded in self._names:
-            if not guarded.is_laid:
+            for guarded in self._names:
                 setattr(guarded.owner, guarded.name, guarded.answered)
-                guarded.is_laid = True
 
     def remove(self, holder: object) -> None:
         """Release a holder. The last one restores the names."""
         self._holders.discard(holder)
-        if self._holders or not self.is_open:
+        if self._holders or not self._names:
             return
         for guarded in self._names:
             guarded.lay_back()
-        if (operators := _script_table()) is not None:  # if made meanwhile, it lacks torch's own
-            for guarded in self._names:
-                if guarded.owner is torch:
-                    operators.pop(id(guarded.answered), None)
-                    operators[id(guarded.native)] = f"aten::{guarded.name}"
+        self._names = []
         if not self._dynamo_knew:
             dynamo_forgets()
-        self.is_open = False
-        if self._holders:  # another thread installed in between
-            self.install(self)
-            self._holders.discard(self)
-
-
-def _script_table() -> dict[int, str] | None:
-    return getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None)
 
 
 guard = Guard()

@@ -46,7 +46,6 @@ class QuickCall(Call):
         direct: the given ids, int64 [rows, topk], if they are all that the call needs.
     """
 
-    seen: Any = ()
     fills: Sequence[Fill] = ()
     around: Sequence[Any] = ()
     watching = follows = False
@@ -76,36 +75,17 @@ class QuickCall(Call):
     def _fits(self, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether these are the arguments of the router's top-k."""
         plan = self.plan
-        if args != plan.args or kwargs != plan.kwargs:  # else they are those of a checked call
-            k = args[0] if args else kwargs.get("k")
-            if k != plan.topk or not takes_largest_of_rows(args, kwargs):
-                return False
-        if type(scores) is not torch.Tensor or scores.dim() != 2 or scores.shape[1] != plan.num_experts:
+        shape = scores.shape if type(scores) is Tensor else ()
+        if len(shape) != 2 or shape[1] != plan.num_experts or self.rows not in (shape[0], -1):
             return False
-        if self.rows not in (len(scores), -1):
-            return False
-        self.owner.shape = scores.shape
-        return True
-
-    def fill(
-        self, native: Native, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
-    ) -> Any:
-        if in_place or not args or not self.plan.is_given or scores.shape != self.owner.shape:
-            return super().fill(native, scores, args, kwargs, in_place)
-        after = native(scores, *args, **kwargs)
-        self.fills = (*self.fills, Fill.of(scores, after, args[0]))
-        return after
+        if args == plan.args and kwargs == plan.kwargs:  # those of the checked call
+            return True
+        k = args[0] if args else kwargs.get("k")
+        return k == plan.topk and takes_largest_of_rows(args, kwargs)
 
     def take(self, native: Native, scores: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self.plan
-        known = (  # the same arguments as in the call before
-            type(scores) is Tensor
-            and (shape := scores.shape) == self.owner.shape
-            and self.rows in (shape[0], -1)
-            and args == plan.args
-            and kwargs == plan.kwargs
-        )
-        if self.ids is not None or not (known or self._fits(scores, args, kwargs)):
+        if self.ids is not None or not self._fits(scores, args, kwargs):
             # Another top-k than the router's, or a later one.
             return native(scores, *args, **kwargs)
         self.way = "guard"
@@ -117,14 +97,8 @@ class QuickCall(Call):
             values = unmasked(scores, fills, plan.topk, ids, plan.leaves) if fills else scores.gather(1, ids)
             return _topk_result((values, ids))
         if self.keeps_native_topk:
-            taken = native(scores, *args, **kwargs)
-            ids = taken[1]
-            if ids.numel() <= FEW and not ids.is_inference():
-                self.ids = self.own_ids = self.handed = self.watched = ids
-                self.written = ids._version
-                return taken
-            values, self.own_ids = taken
-            ids = self.choose(self)
+            values, ids = native(scores, *args, **kwargs)
+            self.own_ids = ids
         else:
             self.scores = scores
             self.taken_by = native, args, kwargs

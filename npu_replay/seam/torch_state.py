@@ -76,16 +76,8 @@ class ForwardInPlace:
         self.module = module
         self.is_on = False
         self._own: Any = vars(module).get("forward")  # what the module has beside its class's
-        self._found = type(module).forward
         self.native: Callable[..., Any] = module.forward
         self.__wrapped__ = self.native  # for `inspect.signature`
-
-    def look_again(self) -> None:
-        """Take the class's forward as it is now: a class may be patched, or be another one."""
-        kind = type(self.module)
-        if self._own is None and kind.forward is not self._found:
-            self._found = kind.forward
-            self.native = method_of_class(self.module, "forward").__get__(self.module, kind)
 
     def put_on(self) -> None:
         self.is_on = True
@@ -139,13 +131,6 @@ def outside_modes() -> AbstractContextManager[None]:
 def _outside_dispatch() -> Any:
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
-
-
-def restore_functions(handled: bool) -> None:
-    """Switch torch's handling of functions on again, after an interrupt before a hook's end."""
-    if handled and not torch._C._is_torch_function_enabled():
-        never_entered = torch._C.DisableTorchFunction()  # its exit switches handling on
-        never_entered.__exit__(None, None, None)
 
 
 def address(tensor: torch.Tensor) -> int:

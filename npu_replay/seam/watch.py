@@ -50,19 +50,14 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = here.call if here.call is not None and here.call.is_armed else None
-        name = getattr(func, "__name__", "")
         # A library's own `topk` may have another name for its scores.
-        is_topk = name == "topk" and bool(args or "input" in kwargs)
+        is_topk = getattr(func, "__name__", "") == "topk" and bool(args or "input" in kwargs)
         if is_topk and not args:
             args = (kwargs.pop("input"),)
         if call is not None and is_topk and call.matches(args[0], args[1:], kwargs):
             return call.answer(func, args[0], args[1:], kwargs, "watch")
-        if call is None or call.ids is not None:
-            takers = here.takers
-            return run_seen(takers, func, args, kwargs) if takers else func(*args, **kwargs)
-        call.seen.append(name)
-        if is_topk:
-            call.passes(args[0], args[1:], kwargs)
+        if here.takers and (call is None or call.ids is not None):
+            return run_seen(here.takers, func, args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from npu_replay import routers
-from npu_replay.errors import NoEffect, RecomputeError, micro_batch
+from npu_replay.errors import RecomputeError, micro_batch
 from npu_replay.routers import Router
 from npu_replay.routes.host_copies import Count
 from npu_replay.routes.inputs import copied
@@ -21,7 +20,6 @@ from npu_replay.seam import torch_state
 from npu_replay.seam.call import Call
 from npu_replay.seam.guarded import guard
 from npu_replay.seam.quick_call import FEW
-from npu_replay.seam.torch_state import restore_functions
 from npu_replay.sessions import effect
 from npu_replay.sessions.micro_batch import Key, MicroBatch, is_due
 from npu_replay.sessions.router_calls import RouterCalls, Shared
@@ -50,7 +48,6 @@ class Answering(Work):
         self.shared = Shared(source, own)
         self.puts_together = source.records or own is not None
         self.kept: dict[Key, MicroBatch] = {}  # whose ids are needed, for a recompute or a record
-        self._had_recomputes = False
         self._dropped = Count()  # chosen experts that lost the token, over their capacity
         self._chosen = 0  # experts that were chosen in these outputs
         self._lasts = lasts
@@ -61,7 +58,6 @@ class Answering(Work):
     # The block
 
     def enters(self, session: Session) -> None:
-        self._unchanged = session.unchanged
         self._calls = [[] for _ in session.routers]
         self.shared.source.enters(session)
         if self.shared.own is not None:
@@ -72,16 +68,12 @@ class Answering(Work):
         torch_state.hold_eager(session.chunks, paths, undo)
         undo.callback(guard.remove, undo)
         guard.install(undo)
-        undo.callback(restore_functions, torch._C._is_torch_function_enabled())
-        for name, owner, attribute in routers.functions(session.all_routers):
-            session.unchanged.hold(name, vars(owner), attribute)
 
     def attach(self, session: Session, router: Router, chunk: int) -> None:
         calls = RouterCalls(self.shared, session.errors, router, session.marks[chunk])
         self._calls[chunk].append(calls)
         session.undo.callback(calls.take_off)
         calls.put_on()
-        session.unchanged.hold(type(router.module).__name__, vars(router.module), "forward")
         if self.shared.own is not None and (handle := self.shared.own.recount(router, calls)) is not None:
             session.undo.callback(handle.remove)
 
@@ -128,10 +120,6 @@ class Answering(Work):
 
     # Its forwards
 
-    def trusts(self, number: int) -> bool:
-        # A recompute is run by what is in place then, and its results may not tell.
-        return not (self._is_checked(number) or self._had_recomputes)
-
     def _is_checked(self, number: int) -> bool:
         return is_due(number) or self.shared.source.is_last(number)
 
@@ -172,7 +160,7 @@ class Answering(Work):
         for calls in self._calls[begun.chunk]:
             calls.prepare(begun, routes, direct.get(calls.label))
 
-    def ends(self, ended: MicroBatch) -> bool:
+    def ends(self, ended: MicroBatch) -> None:
         with self.shared.timed():
             source = self.shared.source
             own = self.shared.own
@@ -194,7 +182,6 @@ class Answering(Work):
                     # A router may have written into the ids; those for a recompute are kept.
                     device_routes.on.clear()
             self._let_go()
-        return bool(ended.around)
 
     def _keep(self, ended: MicroBatch, device_routes: DeviceRoutes | None) -> None:
         """Keep the ids of the calls that need it, and add the checks of quick calls; few ids are stacked."""
@@ -207,8 +194,6 @@ class Answering(Work):
             # The tensor that the router was given shows the ids: nobody has written into it.
             if call.shown is not None and call.shown is not call.handed:
                 shown.append(call)
-        if ended.around:
-            self._had_recomputes = True
         if ended.around or records:
             self.kept[ended.key] = ended
         ids = None
@@ -224,13 +209,9 @@ class Answering(Work):
         for routes in () if device_routes is None else device_routes.on.values():
             if (untouched := routes.untouched()) is not None:
                 ended.checks.append(effect.of_given(chunk_routers, ended, untouched))
-        try:
-            effect.refuse_wrong_calls(ended, chunk_routers)
-            self.shared.checks.add(ended.checks)
-            self.shared.checks.read(wait=False)
-        except NoEffect:
-            self._unchanged.check(micro_batch(ended.number))  # says more: something was replaced
-            raise
+        effect.refuse_wrong_calls(ended, chunk_routers)
+        self.shared.checks.add(ended.checks)
+        self.shared.checks.read(wait=False)
         for unshown in ended.unshown:
             self._dropped.add(unshown)
             self._chosen += unshown.numel()

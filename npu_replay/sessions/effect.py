@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from npu_replay import routers
 from npu_replay.errors import NoEffect, RecomputeError, ReplayError, likeliest, micro_batch
 from npu_replay.routers import Router, as_map
 from npu_replay.routes.host_copies import HostCopy
@@ -55,17 +54,18 @@ _CHANGED_IN_BLOCK = (
 )
 _PAST_CALL = (
     "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
-    "and compile before the block), another path to the experts than the router's __call__, or a layer that "
-    "this forward skipped"
+    "and compile before the block), another path to the experts than the router's __call__, a layer that "
+    "this forward skipped, or a layer or a forward that was replaced inside the block"
 )
-_NO_TOPK = (
-    "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
-    "torch.topk inside the block), or a compiled function around the model (torch.compile: pass the compiled "
-    "module itself, and compile before the block)"
-)
-_OTHER_AXES = (
-    "a router whose scores keep the axes [batch, sequence, experts]. Flatten them before the top-k, "
-    "scores.flatten(0, -2), and give its weights and ids these axes back: ids.unflatten(0, hidden.shape[:-1])"
+_NO_TOPK = likeliest(
+    "a fused router kernel, which chooses without a top-k (npu_moe_gating_top_k, say): turn the fused "
+    "router off (Megatron: moe_router_fusion=False)",
+    "scores that keep the axes [batch, sequence, experts]: flatten them before the top-k, "
+    "scores.flatten(0, -2), and give weights and ids these axes back, ids.unflatten(0, hidden.shape[:-1])",
+    "another selection without torch.topk (a hash, a sort); an action that Megatron's RouterReplay was given "
+    "inside the block; or somebody has replaced torch.topk inside the block",
+    "a compiled function around the model (torch.compile: pass the compiled module itself, and compile "
+    "before the block)",
 )
 _WRITTEN = "the ids that the top-k gave were written into before the forward ended", _CHANGED
 _NOT_SHOWN = "the router's output doesn't show the chosen experts", _CHANGED
@@ -160,7 +160,7 @@ def of_forward(call: Call, output: object) -> Iterator[Check]:
     router = call.owner.router
     checked = call.micro_batch.checked
     if (ids := call.ids) is None:
-        yield _check(call, _not_reached(router, call))
+        yield _check(call, ("the router never reached its top-k", router.bypass or _NO_TOPK))
         return
     if call.ruled_out is not None:
         yield _check(call, _RULED_OUT, ~call.ruled_out)
@@ -211,23 +211,10 @@ def of_recompute(call: Call, output: object) -> Iterator[Check]:
         return
     if call.strayed is not None:
         yield _check(call, _OTHERS_IN_KERNEL, ~call.strayed)
-    elif router.shows is None:
-        if call.further != call.micro_batch.further.get(router.label, 0):
-            raise _error(router, call.micro_batch.number, *_TOPKS, again=True)
-        if call.taken is not None:
-            yield looked_at(call, call.taken.shown(), ids)
     elif _is_written(call):
         raise _error(router, call.micro_batch.number, *_OTHERS_IN_RECOMPUTE, again=True)
-    else:
+    elif router.shows is not None:  # a block does with the ids what its forward did
         yield looked_at(call, router.shows(output), ids)
-
-
-def of_stopped_recompute(call: Call) -> Iterator[Check]:
-    """Yield the checks of a block's recompute that its checkpoint stopped early, which hides errors."""
-    if call.further > call.micro_batch.further.get(call.owner.label, 0):
-        yield _check(call, _OTHERS_IN_RECOMPUTE)
-    elif call.taken is not None and call.taken.count and call.ids is not None:
-        yield looked_at(call, call.taken.shown(), call.ids)
 
 
 def looked_at(call: Call, shown: torch.Tensor, ids: torch.Tensor) -> Check:
@@ -279,12 +266,6 @@ def refuse_wrong_calls(ended: MicroBatch, routers: Sequence[Router]) -> None:
         changed = watched is not None and (call.written is None or watched._version != call.written)
         if changed and _is_written(call):
             raise _error(call.owner.router, ended.number, *_WRITTEN)
-
-
-def _not_reached(router: Router, call: Call) -> Why:
-    if call.passed is not None:
-        return f"the router's top-k is of scores {list(call.passed)}, and not [rows, experts]", _OTHER_AXES
-    return "the router never reached its top-k", routers.explained(router, call.seen) or _NO_TOPK
 
 
 def _shows_others(router: Router) -> Why:

@@ -41,7 +41,6 @@ class MicroBatch:
         own_choices: of judged calls, the routes and the own choice, by layer label (`OwnChoice`).
         unshown: of checked outputs that may drop tokens, the ids that they lack, bool [rows, topk].
         lost: of the kept ids, those whose token was dropped, bool [rows, topk], where any can be.
-        further: by layer label, the number of top-ks behind the answered one in a block without a router.
         around: of the calls that may be run again, what encloses each; held weakly.
         ran: layer labels of those that were run again.
     """
@@ -79,7 +78,6 @@ class MicroBatch:
             None  # labels, and ids that aren't in `_ids` yet
         )
         self.lost: dict[int, torch.Tensor] = {}
-        self.further: dict[int, int] = {}
         self.around: dict[int, list[weakref.ref[Any]]] = {}
         self.ran: set[int] = set()
 

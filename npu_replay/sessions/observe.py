@@ -127,7 +127,7 @@ class Reading(Work):
             return  # the router raised, or this is a recompute
         if marks.take_announced(router.module) is not None:
             return  # a recompute outside backward
-        forward = marks.running()
+        forward = marks.timeline.live(marks.chunk, router.label)
         if router.label in forward.ids:
             raise marks.timeline.called_again(router.label, forward)
         with torch.no_grad():

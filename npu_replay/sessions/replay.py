@@ -160,16 +160,14 @@ class ListedRoutes(RouteSource):
 
     def check_forward(self, forward: MicroBatch) -> None:
         if forward.number >= len(self.routes):
-            extra = self.why_extra(forward)
             epoch = "a second epoch over the same batch: a block each, or routes * 2 if no step lies between"
             left_open = "a block that was opened without `with` and never left: npu_replay.report() names it"
-            causes = [extra, RECUT, epoch, left_open] if extra else [RECUT, epoch, EXTRA, left_open]
             raise MicroBatchError(
                 "there are more micro-batches than routes",
                 where=micro_batch(forward.number),
                 expected=f"{len(self.routes)} forwards in this block",
                 got=f"forward number {forward.number + 1}",
-                cause=likeliest(*causes),
+                cause=likeliest(RECUT, epoch, EXTRA, left_open),
             )
 
     def is_last(self, number: int) -> bool:

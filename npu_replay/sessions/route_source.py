@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from npu_replay.errors import (
-    CALLED_INSIDE,
     EXTRA,
     LEFT_OUT,
     OTHER_ORDER,
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
 
 _FEW = 2**22
 """Up to this number of ids, a micro-batch is held as int64 on the device (32 MB)."""
-_OF_ONE = (
-    "these are the routes of one sequence, and the micro-batch has several, padding or a rank's part: "
-    "TokenLayout.of_batch(input_ids, attention_mask), padded(...) or packed(...) lays the routes of all its "
+_LAID_OUT = (
+    "several sequences, padding, packing, sequence or context parallelism that the routes were not laid out "
+    "for: TokenLayout.of_batch(input_ids, attention_mask), padded(...) or packed(...) lays the routes of all "
     "sequences out with gather([...])"
 )
 _RESPONSE = "the routes are of the response alone, and the model is called with its prompt, too"
@@ -46,7 +45,7 @@ class RouteSource:
         wants_inputs: keep token ids and images of each micro-batch.
     """
 
-    why_other_rows = ""  # a known cause of a different number of rows, for the error
+    why_other_rows = likeliest(RECUT, OTHER_ORDER, _LAID_OUT, _RESPONSE, LEFT_OUT, EXTRA)
 
     def __init__(self, *, keeps: int | None = 0, wants_inputs: bool = False) -> None:
         self.keeps = keeps
@@ -111,8 +110,6 @@ class RouteSource:
 
     def fitting(self, router: Router, forward: MicroBatch, rows: int) -> DeviceRoutes:
         """Return the routes of a forward; raise MicroBatchError if a router's call has other rows."""
-        if forward is self.timeline.bypassed:
-            self.check_forward(forward)
         device_routes = self.of(forward)
         if device_routes.rows != rows:
             raise MicroBatchError(
@@ -120,7 +117,7 @@ class RouteSource:
                 where=micro_batch(forward.number, router.label),
                 expected=f"{rows} rows",
                 got=f"{device_routes.rows} in the routes",
-                cause=self._why_other_rows(forward, device_routes.routes),
+                cause=self.why_other_rows,
             )
         return device_routes
 
@@ -129,28 +126,6 @@ class RouteSource:
         for number in (forward.number, forward.number + 1):
             if (device_routes := self.given.get((forward.chunk, number))) is not None:
                 device_routes.send(device)
-
-    def _why_other_rows(self, forward: MicroBatch, routes: RoutedExperts) -> str:
-        if self.why_other_rows or forward is self.timeline.bypassed:
-            return self.why_other_rows or CALLED_INSIDE
-        placed = routes.placement
-        if placed.rows is None and placed.inputs is None and routes.fingerprint is not None:
-            return likeliest(_OF_ONE, _RESPONSE, EXTRA)
-        laid_out = (
-            "padding, packing, sequence or context parallelism that the routes were not laid out for "
-            "(TokenLayout does that)"
-        )
-        if extra := self.why_extra(forward):
-            return likeliest(extra, RECUT, laid_out)
-        return likeliest(RECUT, OTHER_ORDER, laid_out, _RESPONSE, LEFT_OUT, EXTRA)
-
-    def why_extra(self, forward: MicroBatch) -> str:
-        """Return the cause that a forward belongs outside, with what shows it; "" if nothing does."""
-        if not self.chunks[forward.chunk].training:
-            return f"{EXTRA} (the model is in eval mode)"
-        if self.timeline.had_grad and not forward.grad:
-            return f"{EXTRA} (this forward runs without grad, earlier ones of the block had it)"
-        return ""
 
 
 class DeviceRoutes:

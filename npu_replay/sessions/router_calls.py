@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from npu_replay import routers
 from npu_replay.errors import RecomputeError, ReplayError, RouterError, micro_batch
-from npu_replay.routers import Handle, Router, hidden_states
+from npu_replay.routers import Router, hidden_states
 from npu_replay.routes.routed_experts import narrow_dtype
 from npu_replay.seam import backward
 from npu_replay.seam.backward import graph_task, sequence_number, top_hooks
@@ -25,7 +24,6 @@ from npu_replay.seam.plan import Plan
 from npu_replay.seam.quick_call import LARGE, QuickCall
 from npu_replay.seam.torch_state import (
     ForwardInPlace,
-    Hook,
     dispatch_modes,
     function_modes,
     outside_modes,
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from npu_replay.sessions.timeline import Marks
 
 is_grad_enabled = torch.is_grad_enabled
-_global_hooks: dict[int, Any] = torch.nn.modules.module._global_forward_hooks
 _is_batched = torch._C._functorch.is_batchedtensor
 
 
@@ -131,11 +128,9 @@ class RouterCalls(ForwardInPlace):
         self.timeline = marks.timeline
         self.ready: QuickCall | None = None  # the next call, if it is quick
         self.further = 0  # top-ks behind the answered one of a block, in its last checked call
-        self.shape: Sequence[int] = ()  # of the scores of its last quick call
         self._closely = Closely(shared, errors)
         self._chooses: Choose = given_ids if self.is_given else Call.own  # in a forward
         self._keeps_native = backward.TELLS_REGIONS and not (self.is_given or router.spare)
-        self._is_block = router.shows is None
         self._mend = router.mend if self.is_given else None
         plan = Plan(
             num_experts=router.num_experts,
@@ -145,20 +140,15 @@ class RouterCalls(ForwardInPlace):
             spare=router.spare,
             leaves=router.leaves,
             masks=router.masks,
-            is_block=self._is_block,
+            is_block=router.shows is None,
             inside=RouterCalls._run_closely.__code__,
         )
         self._plans = {True: plan, False: plan}  # by `module.training`
         self._most_rows = LARGE // router.num_experts
-        # Used where the module has hooks of others, which come later: our hook behind them, by its handle.
-        self._behind: Handle | None = None
-        self._shown_before: tuple[object, Call] | None = None  # its output before these hooks
 
     def take_off(self) -> None:
         super().take_off()
-        if self._behind is not None:
-            self._behind.remove()
-        for name in ("ready", "shared", "timeline", "marks", "_closely", "_shown_before"):
+        for name in ("ready", "shared", "timeline", "marks", "_closely"):
             vars(self)[name] = None  # a wrapper of somebody's may hold this for ever
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +157,6 @@ class RouterCalls(ForwardInPlace):
         if (
             call is None
             or self.marks.any
-            or self.module._forward_hooks  # they may replace the output
-            or _global_hooks
             or not call.micro_batch.is_open
             or here.call is not None
             or graph_task() != -1
@@ -211,20 +199,14 @@ class RouterCalls(ForwardInPlace):
 
     def _run_closely(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call: Call | None = None
-        self.look_again()
         if self.is_on:
             in_mode = bool(function_modes() or dispatch_modes())  # of somebody's, which is off inside
             with self._closely:
                 call = self._begin(args, kwargs, in_mode)
         if call is None:
             return self.native(*args, **kwargs)
-        try:
-            with call:
-                output = self.native(*args, **kwargs)
-        except BaseException:
-            if call.is_recompute and self._is_block:
-                self.shared.checks.add(effect.of_stopped_recompute(call))
-            raise
+        with call:
+            output = self.native(*args, **kwargs)
         return self._end_closely(call, output)
 
     def _end_closely(self, call: Call, output: Any) -> Any:
@@ -242,7 +224,6 @@ class RouterCalls(ForwardInPlace):
             routes: the given routes on their device (`Given`); None where routers choose.
             ids: the given ids, int64 [rows, topk], if that is all that the call needs.
         """
-        self.look_again()
         plan = self._plans[self.module.training]
         self.ready = None
         if plan.is_quick:
@@ -263,7 +244,7 @@ class RouterCalls(ForwardInPlace):
 
     def _begin_live(self, hidden: torch.Tensor) -> Call:
         """Return the call of a forward; refuse one whose routes have other rows."""
-        forward = self.marks.running()
+        forward = self.timeline.live(self.marks.chunk, self.label)
         if self.label in forward.calls:
             raise self.timeline.called_again(self.label, forward)
         around = self.timeline.enclosing(forward)
@@ -279,7 +260,6 @@ class RouterCalls(ForwardInPlace):
             routes = device_routes.on[hidden.device]
             loses = routes.lost_of(self.label) if self.router.drops else None
         self._refuse_batched(hidden)
-        self._go_behind()
         forward.calls[self.label] = call = Call(
             *(self, self._plans[self.module.training], forward, rows),
             choose=self._chooses,
@@ -299,22 +279,17 @@ class RouterCalls(ForwardInPlace):
         then no call is quick.
         """
         plan = self._plans[self.module.training]
-        checked = is_due(repeated.number)
-        plain = not (checked or in_mode or here.call)
         rows = self._rows_of(hidden)
         ids = self._ids_again(repeated, rows, hidden.device)
-        if plan.is_quick and plain and not (self.module._forward_hooks or _global_hooks):
+        if plan.is_quick and not (is_due(repeated.number) or in_mode or here.call):
             return QuickCall(self, plan, repeated, rows, ids_of_forward, ids, None, True, False)
         self._refuse_batched(hidden)
-        self._go_behind()
         return Call(
             *(self, plan, repeated, rows),
             choose=ids_of_forward,
             routes=ids,
             loses=repeated.lost.get(self.label),
             is_recompute=True,
-            checked=checked,
-            follows=self.further > 0,
         )
 
     def _refuse_batched(self, hidden: torch.Tensor) -> None:
@@ -325,15 +300,6 @@ class RouterCalls(ForwardInPlace):
                 where=f"layer {router.label} ({router.path or 'the module itself'})",
                 cause="torch.vmap, torch.func.jacrev or the like around the model: loop over the batch",
             )
-
-    def _go_behind(self) -> None:
-        """Place our hook behind those of others, which may replace the output."""
-        if self._behind is not None:
-            self._behind.remove()
-        self._behind = None
-        if not self._is_block and (self.module._forward_hooks or _global_hooks):
-            hook = Hook(self, RouterCalls._leaves, self.module)
-            self._behind = self.module.register_forward_hook(hook)
 
     def _rows_of(self, hidden: torch.Tensor) -> int:
         """Return the number of rows of the scores that the router makes of its input."""
@@ -374,43 +340,25 @@ class RouterCalls(ForwardInPlace):
             self._end_recompute(call, output)
         else:
             self._end_live(call, output)
-        mended = None if self._mend is None or call.ids is None else self._mend(output, call.ids)
-        if self._behind is not None:
-            self._shown_before = (output if mended is None else mended), call
-        return mended
+        return None if self._mend is None or call.ids is None else self._mend(output, call.ids)
 
     def _end_live(self, call: Call, output: object) -> None:
         forward = call.micro_batch
         if call.ids is None and self.is_given:
             # Refuses routes with other rows, of which a quick call answers no top-k.
             self.shared.source.fitting(self.router, forward, call.rows)
-        if call.further:
-            forward.further[self.label] = call.further
         if forward.checked:
             self.further = call.further
         forward.checks.extend(effect.of_forward(call, output))
 
     def _end_recompute(self, call: Call, output: object) -> None:
         if call.way is None:
-            cause = routers.explained(self.router, call.seen)
-            cause = cause or "a recompute that takes another path than the forward"
             raise RecomputeError(
                 "the recompute of this router never reached its top-k",
                 where=micro_batch(call.micro_batch.number, self.label),
-                cause=cause,
+                cause=self.router.bypass or "a recompute that takes another path than the forward",
             )
         checks = list(effect.of_recompute(call, output))
         self.shared.checks.add(checks)
         if checks and checks[-1].right is not None and checks[-1].right.is_cpu:
             self.shared.checks.read(wait=True)
-
-    def _leaves(self, args: tuple[Any, ...], output: object) -> None:
-        """Check the output again, after the hooks of others, which may have replaced it."""
-        ours, call = self._shown_before or (output, None)
-        self._shown_before = None
-        if output is ours or call is None or call.ids is None or self.router.shows is None:
-            return
-        with self._closely:
-            shown = self.router.shows(output)
-            if shown is not call.ids:
-                self.shared.checks.add([effect.looked_at(call, shown, call.ids)])

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-import torch
 from torch import nn
 
 from npu_replay import routers
 from npu_replay.errors import (
-    CALLED_INSIDE,
     MicroBatchError,
     ReplayError,
     RouterError,
-    described,
-    micro_batch,
 )
 from npu_replay.routers import Model, Router, check_alike, chunks_of, find, labels_of
 from npu_replay.routes.arguments import StageLabels
-from npu_replay.seam.backward import in_backward, infers_shapes
+from npu_replay.seam.backward import in_backward
 from npu_replay.seam.torch_state import Hook
 from npu_replay.sessions.first_error import FirstError
 from npu_replay.sessions.micro_batch import MicroBatch, place_of
@@ -65,7 +60,6 @@ class Session:
         self.timeline = Timeline(len(self.chunks))
         self.routers: list[list[Router]] = []  # by chunk, while the block is open
         self.marks: list[Marks] = []
-        self.unchanged = Unchanged((), ())
         self.undo = ExitStack()
         self._work = work
         self._count = 0
@@ -101,7 +95,6 @@ class Session:
         try:
             self._state = "open"
             self.timeline = Timeline(len(self.chunks))
-            self.unchanged = Unchanged(self.chunks, self.routers)
             self._work.enters(self)
             for chunk, module in enumerate(self.chunks):
                 self._attach(chunk, module)
@@ -125,35 +118,19 @@ class Session:
             self.undo.callback(handle.remove)
 
     def before(self, module: nn.Module, hook: Hook) -> None:
-        self._hung(module, module.register_forward_pre_hook(hook, with_kwargs=True))
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        self.undo.callback(handle.remove)
 
     def after(self, module: nn.Module, hook: Hook) -> None:
         # Before others' hooks, whose top-ks aren't the router's; or behind them, to read what they leave.
         first = self._work.answers_topk
-        self._hung(module, module.register_forward_hook(hook, prepend=first, always_call=True))
-
-    def _hung(self, module: nn.Module, handle: Any) -> None:
+        handle = module.register_forward_hook(hook, prepend=first, always_call=True)
         self.undo.callback(handle.remove)
-        self.unchanged.hold(type(module).__name__, handle.hooks_dict_ref(), handle.id)
-        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-            self.unchanged.hold(type(module).__name__, vars(module), hooks)
 
     def _chunk_begins(self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.errors:
             if in_backward():
-                self.unchanged.check("in a recompute of the model")
                 return
-            number = self.timeline.ended[chunk]
-            if number == 0 and self._work.puts_together and infers_shapes():
-                raise MicroBatchError(
-                    "this forward is no micro-batch: torch's PipelineStage runs it to learn the shapes",
-                    where=place_of(number, chunk, len(self.chunks)),
-                    expected="PipelineStage(..., input_args=..., output_args=...)",
-                    got="a stage without them, in its first step",
-                    cause="run one step before the block, or give the stage its shapes",
-                )
-            if not self._work.trusts(number):
-                self.unchanged.check(micro_batch(number))
             self.marks[chunk].clear()
             self._work.begins(self.timeline.begin(chunk), args, kwargs)
 
@@ -170,22 +147,8 @@ class Session:
                 where=place_of(self.timeline.ended[chunk] - 1, chunk, len(self.chunks)),
                 cause="a forward hook of your own that calls the model, for a metric or a second view",
             )
-        if ended is None or not self._work.ends(ended):
-            return
-        # Autograd may run its routers again: check once more that they are in place when backward begins, at
-        # the nodes of the output.
-        session = weakref.ref(self)
-        where = f"{micro_batch(ended.number)}, in backward"
-
-        def begins(_: object) -> None:
-            if (alive := session()) is not None:
-                with alive.errors:
-                    alive.unchanged.check(where)
-
-        parts = [*output.values()] if isinstance(output, Mapping) else output
-        for part in parts if isinstance(parts, list | tuple) else [parts]:
-            if isinstance(part, torch.Tensor) and part.grad_fn is not None:
-                part.grad_fn.register_prehook(begins)
+        if ended is not None:
+            self._work.ends(ended)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -194,7 +157,6 @@ class Session:
             if kind is None:
                 if self.errors.first is not None:
                     raise self.errors.first
-                self.unchanged.check("at the end of the block")
                 self.undo.close()
                 self._check_complete()
                 self._work.check_complete()
@@ -203,14 +165,6 @@ class Session:
             self._end()
 
     def _check_complete(self) -> None:
-        if self.timeline.threads is not None:
-            raise self.timeline.threads  # its own thread may have swallowed it
-        if (bypassed := self.timeline.bypassed) is not None:
-            raise MicroBatchError(
-                "the routers ran, but not through the __call__ of the module that was passed",
-                where=micro_batch(bypassed.number),
-                cause=CALLED_INSIDE,
-            )
         ended = self.timeline.ended
         MicroBatchError.unless(
             max(ended) > 0,
@@ -238,7 +192,6 @@ class Session:
         self.timeline.let_go()
         for container in (self.chunks, self.routers, self.marks):
             container.clear()
-        self.unchanged = Unchanged((), ())
         self._work.clear()
 
     def defer(self, error: ReplayError) -> None:
@@ -303,19 +256,14 @@ class Work:
     def attach(self, session: Session, router: Router, chunk: int) -> None:
         """Attach what the work needs to a router."""
 
-    def trusts(self, number: int) -> bool:
-        """Return whether what was replaced before this micro-batch is noticed by its results."""
-        return False
-
     def begins(self, begun: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward of a chunk with the arguments of its call, or refuse it.
 
         The previous one has ended, or an interrupt has stopped it.
         """
 
-    def ends(self, ended: MicroBatch) -> bool:
-        """End a forward; return whether autograd may run it again."""
-        return False
+    def ends(self, ended: MicroBatch) -> None:
+        """End a forward."""
 
     def check_complete(self) -> None:
         """Raise an error if something is still outstanding at the end of the block."""
@@ -360,59 +308,3 @@ def open_sessions() -> tuple[OpenSession, ...]:
     return tuple(
         OpenSession(block.name, tuple(sorted(r.label for r in block.all_routers))) for block in answering
     )
-
-
-class Unchanged:
-    """Compares entries of dictionaries with their values when the block was entered.
-
-    A module that takes a router's place chooses by itself. Where that happens between a forward and its
-    recompute, no other check shows it.
-    """
-
-    def __init__(self, chunks: Sequence[nn.Module], routers: Sequence[Sequence[Router]]) -> None:
-        self._chunks = list(chunks)
-        self._routers = _by_layer(routers)
-        self._held: dict[tuple[int, Any], tuple[str, Mapping[Any, Any], Any, Any]] = {}
-        self._hold_ways(routers)
-
-    def hold(self, name: str, place: Mapping[Any, Any], key: Any) -> None:
-        """Require that `place[key]` stays as it is; an error calls it `name`."""
-        self._held[id(place), key] = name, place, key, place.get(key)
-
-    def _hold_ways(self, routers: Sequence[Sequence[Router]]) -> None:
-        for chunk, chunk_routers in zip(self._chunks, routers, strict=True):
-            for path in (router.path for router in chunk_routers if router.path):
-                parent = chunk
-                for name in path.split("."):
-                    self.hold(path, parent._modules, name)
-                    parent = parent.get_submodule(name)
-
-    def check(self, where: str) -> None:
-        """Refuse what was replaced, moved or removed, except a router that was wrapped before its forward."""
-        for name, place, key, before in self._held.values():
-            if (now := place.get(key)) is before:
-                continue
-            if isinstance(before, nn.Module) and not in_backward():
-                routers = find(self._chunks)
-                if _by_layer(routers) == self._routers:
-                    del self._held[id(place), key]
-                    self._hold_ways(routers)
-                    self.check(where)
-                    return
-            own = "none of its own"
-            raise RouterError(
-                "the code that routes was replaced inside an open block",
-                where=f"{where}, {name}",
-                expected=own if before is None else described(before),
-                got=own if now is None else f"another {described(now)}",
-                cause=(
-                    "MindSpeed's repatch(), another library's patch, a forward or a layer that was replaced, "
-                    "or merged with its adapter, or module._forward_hooks.clear(): do it before or after the "
-                    "block. Or output_router_logits of transformers 4, whose wrappers stay where a forward "
-                    "raised"
-                ),
-            )
-
-
-def _by_layer(routers: Sequence[Sequence[Router]]) -> dict[int, nn.Module]:
-    return {router.label: router.module for chunk_routers in routers for router in chunk_routers}

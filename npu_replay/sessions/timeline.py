@@ -29,9 +29,6 @@ class Timeline:
 
     def __init__(self, chunks: int) -> None:
         self.ended = [0] * chunks  # how many forwards of each chunk
-        self.bypassed: MicroBatch | None = None  # a forward past the model's __call__
-        self.had_grad = False
-        self.threads: MicroBatchError | None = None  # the refusal of a second thread's forward
         # With autograd's sequence number after each forward; ascending, so that a node is found by bisection.
         self.ends: list[tuple[int, MicroBatch]] = []
         self._open: list[MicroBatch | None] = [None] * chunks
@@ -47,7 +44,6 @@ class Timeline:
         if (left := self._open[chunk]) is not None:
             self._end(left, raised=True)
         grad = torch.is_grad_enabled()
-        self.had_grad |= grad
         enclosing = backward.enclosing(functions=not grad)
         made = backward.sequence_number()
         chunks = len(self.ended)
@@ -79,17 +75,16 @@ class Timeline:
         if raised:
             ended.forget_calls()
 
-    def live(self, chunk: int) -> MicroBatch:
-        """Return the micro-batch that a router's call outside backward belongs to."""
+    def live(self, chunk: int, layer: int) -> MicroBatch:
+        """Return the micro-batch of a router's call outside backward; MicroBatchError if none runs."""
         running = self._open[chunk]
-        if running is not None:
-            return running
-        if self.bypassed is None or self.bypassed.chunk != chunk:
-            self._check_thread(chunk)
-            made = backward.sequence_number()
-            grad = torch.is_grad_enabled()
-            self.bypassed = MicroBatch(chunk, self.ended[chunk], len(self.ended), grad, made)
-        return self.bypassed
+        if running is None:
+            raise MicroBatchError(
+                "a router ran, but not through the __call__ of the module that was passed",
+                where=micro_batch(self.ended[chunk], layer),
+                cause=f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too",
+            )
+        return running
 
     def enclosing(self, running: MicroBatch) -> list[Any]:
         """Return the checkpoints around the router call that starts now; each lives as long as it may run."""
@@ -131,7 +126,7 @@ class Timeline:
             )
         owner = forwards[0] if forwards else self._by_number(where)
         if owner is None or owner.chunk != chunk:
-            got = "a forward that raised, ran before the block, or went past the model's __call__"
+            got = "a forward that raised or ran before the block"
             if owner is not None:
                 got = owner.place
             raise RecomputeError(
@@ -139,11 +134,7 @@ class Timeline:
                 where=where,
                 expected=f"one of the {self.ended[chunk]} micro-batches that have run",
                 got=got,
-                cause=(
-                    "forward and backward are not in the same block"
-                    if self.bypassed is None
-                    else CALLED_INSIDE
-                ),
+                cause="forward and backward are not in the same block",
             )
         # Backward of a checkpoint that this recompute makes may run on a thread without the outer one.
         self._note(backward.enclosing(functions=not torch.is_grad_enabled()), owner)
@@ -151,15 +142,15 @@ class Timeline:
 
     def called_again(self, label: int, running: MicroBatch) -> MicroBatchError:
         """Return the error for a router that a forward calls twice: routes have a column for each router."""
-        problem = "the router is called again before the forward of the model that was passed has ended"
-        cause = (
-            "a looped model, which runs layers several times in one forward (Inkling-2) and can't be "
-            "replayed; a model that runs one sequence after another; layers that share one router; "
-            "MindSpeed's moe_fb_overlap, which runs a graph of before this block again"
+        return MicroBatchError(
+            "the router is called again before the forward of the model that was passed has ended",
+            where=micro_batch(running.number, label),
+            cause=(
+                "a looped model, which runs layers several times in one forward (Inkling-2) and can't be "
+                "replayed; a model that runs one sequence after another; layers that share one router; "
+                "MindSpeed's moe_fb_overlap, which runs a graph of before this block again"
+            ),
         )
-        if running is self.bypassed:
-            cause = f"{CALLED_INSIDE}; Megatron's overlap_moe_expert_parallel_comm does so too"
-        return MicroBatchError(problem, where=micro_batch(running.number, label), cause=cause)
 
     def forget(self, oldest: MicroBatch | None) -> None:
         """Drop the ends of forwards before the oldest that a graph can recompute; None drops all."""
@@ -171,7 +162,7 @@ class Timeline:
     def let_go(self) -> None:
         """Drop what is kept of every forward: no recompute comes any more."""
         ended = [forward for _, forward in self.ends]
-        for forward in filter(None, (*ended, *self._open, self.bypassed)):
+        for forward in filter(None, (*ended, *self._open)):
             forward.forget_calls()
             forward.let_go()
         self.ends.clear()
@@ -206,11 +197,11 @@ class Timeline:
             if thread != self._opened_on:
                 self._since = backward.sequence_number()
         if thread != self._thread:
-            problem = "the forwards of one block come from two threads"
-            where = place_of(self.ended[chunk], chunk, len(self.ended))
-            cause = "a model called from a thread pool; micro-batches can't be put in order there"
-            self.threads = MicroBatchError(problem, where=where, cause=cause)
-            raise self.threads
+            raise MicroBatchError(
+                "the forwards of one block come from two threads",
+                where=place_of(self.ended[chunk], chunk, len(self.ended)),
+                cause="a model called from a thread pool; micro-batches can't be put in order there",
+            )
 
 
 class Marks:
@@ -220,19 +211,19 @@ class Marks:
         self.timeline = timeline
         self.chunk = chunk
         self._foreseen: dict[int, Any] = {}
-        self._announced: dict[int, MicroBatch] = {}
+        self._announced: dict[int, MicroBatch | None] = {}
         self.any = False  # something is known
 
-    def running(self) -> MicroBatch:
-        return self.timeline.live(self.chunk)
+    def running(self) -> MicroBatch | None:
+        return self.timeline.running(self.chunk)
 
     def foresee(self, router: nn.Module, token: object) -> None:
         """Note that the router's next forward may be run again while `token` lives; it is held weakly."""
         self._foreseen[id(router)] = token
         self.any = True
 
-    def announce(self, router: nn.Module, repeated: MicroBatch) -> None:
-        """Note that the router's next call is a recompute of this micro-batch."""
+    def announce(self, router: nn.Module, repeated: MicroBatch | None) -> None:
+        """Note that the router's next call is a recompute of this micro-batch, if it is one."""
         self._announced[id(router)] = repeated
         self.any = True
 

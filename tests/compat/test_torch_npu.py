@@ -89,24 +89,3 @@ print(devices.available(), devices.pick("auto"), torch.ones(1, device="cuda").de
 """
     done = child(code, STAND_IN, TESTS)
     assert done.stdout.splitlines() == ["works missing", "['npu', 'cpu'] npu npu:0"], done.stderr
-
-
-# Operators that choose in one kernel
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "npu_moe_gating_top_k",
-        "npu.npu_moe_gating_top_k_softmax.default",
-        "npu::npu_moe_gating_top_k_softmax_v2",
-        "_C_ascend.moe_gating_top_k_hash",
-    ],
-)
-def test_a_fused_gating_operator_is_named_with_the_remedy(name: str) -> None:
-    said = torch_npu.gating_operator(name)
-    assert name.replace("::", ".").removesuffix(".default").rpartition(".")[2] in said
-    assert "calls no top-k" in said
-    assert "moe_router_fusion=False" in said
-    for other in ("topk", "aten.topk.default", "npu_top_k_top_p", "npu.npu_swiglu.default"):
-        assert torch_npu.gating_operator(other) == ""

@@ -125,8 +125,6 @@ class Now:
     rows: int
     chance: random.Random
     run: Callable[[], Any]
-    given: bool
-    """Are its ids given to it? If not, what a kernel writes into them past torch is what is recorded."""
 
     def figure(self, topk: Callable[..., Any] | None = None) -> bool:
         """A top-k of the router's own shape, over something else; is it that of these scores?"""
@@ -158,14 +156,11 @@ class Now:
     def write(self, ids: torch.Tensor) -> None:
         """Into the ids that a top-k gave, as code behind it does."""
         experts = self.bed.experts
-        how = self.chance.choice(["masked_fill_", "copy_", "data", "a row"])
-        how = "a row" if how == "data" and not self.given else how
+        how = self.chance.choice(["masked_fill_", "copy_", "a row"])
         if how == "masked_fill_":
             ids.masked_fill_(ids == ids[0, 0], (int(ids[0, 0]) + 1) % experts)
         elif how == "copy_":
             ids.copy_((ids + 1) % experts)
-        elif how == "data":
-            ids.data.copy_((ids + 1) % experts)
         else:
             ids[-1] = (ids[-1] + 1) % experts
 
@@ -339,8 +334,7 @@ class Run:
         early = chance.random() < 0.5
         if self.failing and early:
             raise kind
-        given = self.case.kind == "replay" or (self.case.kind == "follow" and self.phase == 1)
-        output = FAULTS[self.case.fault](Now(self.bed, rows, chance, run, given))
+        output = FAULTS[self.case.fault](Now(self.bed, rows, chance, run))
         if self.failing:
             raise kind
         return output

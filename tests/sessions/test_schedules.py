@@ -206,12 +206,20 @@ def schedule(**shapes: torch.Tensor) -> tuple[ToyModel, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("block", ["record", "replay", "observe"])
-def test_the_pass_that_learns_shapes_is_no_micro_batch(block: str) -> None:
-    model, first = schedule()
-    with pytest.raises(RuntimeError) as caught, opened(block, model, STEPS, rows=6):
-        first.step(BATCH, target=BATCH)
-    caught.match("this forward is no micro-batch.*Expected PipelineStage.*run one step before the block")
+def test_routes_of_a_step_that_learns_shapes_are_too_many_for_the_next() -> None:
+    model, steps = schedule()
+    with npu_replay.record(model) as recording:
+        steps.step(BATCH, target=BATCH)
+    with (
+        pytest.raises(MicroBatchError, match="fewer micro-batches"),
+        npu_replay.replay(model, recording.routes),
+    ):
+        steps.step(BATCH, target=BATCH)
+    model, steps = schedule()
+    wrong = pytest.raises(RuntimeError)  # torch's, around ours
+    with wrong as caught, npu_replay.replay(model, recording.routes[1:]):
+        steps.step(BATCH, target=BATCH)
+    assert "more micro-batches than routes" in str(caught.value.__cause__)
 
 
 @pytest.mark.slow

@@ -165,28 +165,24 @@ def test_a_block_that_begins_to_shift_is_found_in_the_next_micro_batch_that_is_c
             model(tokens(number))
 
 
-@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
-def test_a_block_with_a_further_top_k_that_shifts_is_refused_in_any_micro_batch(recompute: str) -> None:
-    """With a recompute, it shifts in that alone."""
-
+def test_a_block_with_a_further_top_k_that_shifts_is_refused_in_any_micro_batch() -> None:
     def use(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
         assert torch.topk(scores * 1.0, TOPK).values.shape == ids.shape
-        shifts = number == 3 and backward.in_backward() == (recompute is not None)
-        return (shifted if shifts else by_one_hot)(block, scores, ids)
+        return (shifted if number == 3 else by_one_hot)(block, scores, ids)
 
-    model = made(use, recompute)
-    kind = NoEffect if recompute is None else RecomputeError
-    with pytest.raises(kind, match="micro-batch 3"), npu_replay.replay(model, foreign(5)):
+    model = made(use)
+    with pytest.raises(NoEffect, match="micro-batch 3"), npu_replay.replay(model, foreign(5)):
         for number in range(5):
             run(model, number)
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
-def test_a_block_that_shifts_in_a_recompute_alone_is_refused_in_backward(recompute: str) -> None:
-    def shifts_again(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
-        return (shifted if backward.in_backward() else by_one_hot)(block, scores, ids)
+def test_ids_that_a_block_writes_into_in_a_recompute_alone_are_refused() -> None:
+    """A non-reentrant checkpoint stops before the block's end, and nobody looks."""
 
-    model = made(shifts_again, recompute)
+    def writes_again(block: Block, scores: torch.Tensor, ids: Ids) -> Ids:
+        return (shifted_in_place if backward.in_backward() else by_one_hot)(block, scores, ids)
+
+    model = made(writes_again, "reentrant")
     with pytest.raises(RecomputeError, match="other experts"), npu_replay.replay(model, foreign()):
         run(model)
 
@@ -203,22 +199,3 @@ def test_observe_shows_what_the_experts_of_a_block_get() -> None:
     with npu_replay.observe(made(shifted)) as observed:
         run(observed.chunks[0], 0)
     assert not observed.shown[0].recorded.all()
-
-
-@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_figure_that_is_taken_in_the_recompute_alone_is_refused(recompute: str, number: int) -> None:
-    """By a top-k of the routing's shape, that comes before it."""
-    model = made(by_one_hot, recompute)
-    running = 0
-
-    def figure(scores: torch.Tensor) -> None:
-        if backward.in_backward() and running == number:
-            torch.topk(scores.detach() * 1.0, TOPK)
-
-    for block in model.layers:
-        block.figure = figure
-    refused = pytest.raises(RecomputeError, match=f"micro-batch {number}")
-    with refused, npu_replay.replay(model, foreign(5)):
-        for running in range(5):
-            run(model, running)
