@@ -128,11 +128,10 @@ class SglangAnswer(server_answers.EngineAnswer):
             raise self.other_tokens(1, f"{tokens.sampled} ids", tokens.sampled - taken_off)
         due = _Due.of(self, model, tokens, start)
         data = as_numpy(self.payload)
-        most = (due.end + due.past + _TAKEN_BACK, model.num_layers, 2 * model.topk)
         if is_envelope(data):
-            data = from_envelope(data, start=start, due=due.end - due.start, most=most, source=source)
+            data = from_envelope(data, start=start, due=due.end - due.start, source=source)
         elif isinstance(data, list) and data:  # LMDeploy's
-            data = from_lists(data, source=source, most=most)
+            data = from_lists(data, source=source)
         if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
             if due.start == due.end or not self.ended:
                 return None

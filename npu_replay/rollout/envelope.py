@@ -104,10 +104,8 @@ def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
     return None, ""
 
 
-def from_envelope(
-    envelope: Any, *, start: int, due: int, most: tuple[int, int, int], source: Source
-) -> Array:
-    """Read an envelope whose rows begin at `start`, [tokens, layers, topk], no size above `most`.
+def from_envelope(envelope: Any, *, start: int, due: int, source: Source) -> Array:
+    """Read an envelope whose rows begin at `start`, [tokens, layers, topk].
 
     NeMo-RL's form has one row more than are `due`, which is dropped.
     """
@@ -119,8 +117,6 @@ def from_envelope(
         shape = list(shape)
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
         raise _other_form(source, f"shape {quoted(shape)}")
-    if any(n > limit for n, limit in zip(shape, most, strict=True)):
-        raise source.unreadable("the envelope has more than the sequence", f"{list(most)} at most", shape)
     if type(first) is not int or first != start:
         raise source.unreadable(
             "the rows of the envelope begin at another token than this call says",
@@ -142,7 +138,7 @@ def from_envelope(
         widths = [1, 2, 4, 8] if dtype is None else [np.dtype(_DTYPES[dtype]).itemsize]
         raw = data if isinstance(data, str) else bytes(data)
         if isinstance(raw, str) or len(raw) not in [size * width for width in widths]:
-            raw = from_base64(raw, source=source, most=size * widths[-1])
+            raw = from_base64(raw, source=source)
         width = len(raw) // size if size else widths[0]
         if len(raw) != size * width or width not in widths:
             expected = " or ".join(str(size * width) for width in widths)

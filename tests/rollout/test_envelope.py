@@ -143,7 +143,7 @@ WRONG = {
     "another start": (envelope(20), r"begin at another token.*start=0.*start 20"),
     "no shape": (envelope(shape=None), r"unknown form.*shape None"),
     "of bool": (envelope(shape=[True, 2, 3]), r"unknown form"),
-    "huge": (envelope(shape=[1 << 40, 4, 2]), r"more than the sequence"),
+    "huge": (envelope(shape=[1 << 40, 4, 2]), r"cut short or lengthened"),
     "cut": (envelope(data=envelope()["data"][:-8]), r"cut short or lengthened"),
     "an odd byte": (
         envelope(data=base64.b64encode(ROWS.astype("u2").tobytes() + b"\0").decode()),
@@ -155,7 +155,7 @@ WRONG = {
     "NeMo-RL's, of another version": ("nrlre1:int16:AAAA", r"unknown form.*nrlre1:int16:AAAA"),
     "NeMo-RL's, cut": (nemo()[:-8], r"cut short"),
     "NeMo-RL's, of floats": (nemo().replace("int16", "float16"), r"unknown form.*float16"),
-    "NeMo-RL's, huge": ("nrlre1:int8:999999999x4x2:AAAA", r"more than the sequence"),
+    "NeMo-RL's, huge": ("nrlre1:int8:999999999x4x2:AAAA", r"cut short or lengthened"),
     "NeMo-RL's, of another sequence": (nemo(ROWS[:-2]), f"{RUN} rows.*got {RUN - 1}"),
     "rLLM's, of floats": (rllm(dtype="uint8", shape=[7, 0.5]), r"unknown form"),
     "rLLM's, of no layers": (rllm(shape=[0, 8]), r"unknown form"),
