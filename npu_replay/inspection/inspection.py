@@ -21,7 +21,6 @@ from npu_replay.rollout.admit import admit
 from npu_replay.rollout.envelope import of_choice
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
-from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.routed_experts import RoutedExperts
@@ -329,11 +328,11 @@ def _named(engine: Engine, version: str) -> str:
 
 
 def _contents(path: Path, most: int | None = None) -> bytes:
-    """Return the bytes of a plain file, or its first ones; its size is checked before it is read."""
+    """Return the bytes of a file, or its first ones; its size is checked before it is read."""
     where = str(path)
     try:
         RouteFileError.unless(path.exists(), "there is no such file", where=where)
-        with plain_file(path) as file:
+        with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if most is None and size > MOST_BYTES:
                 raise RouteFileError(

@@ -15,7 +15,6 @@ from torch import nn
 
 from npu_replay.errors import ReplayError, RouterError, shown, whole_number
 from npu_replay.routers import Router, check_alike
-from npu_replay.routes.atomic_file import plain_file
 from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
 
 _EXPERTS = (
@@ -226,8 +225,7 @@ class _Keys:
         hub = "the name of a model on a hub, which isn't looked up: download it, and give its folder"
         try:
             file = path / "config.json" if path.is_dir() else path
-            with plain_file(file) as opened:
-                config: dict[str, Any] = json.loads(opened.read())
+            config: dict[str, Any] = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             is_missing = isinstance(error, FileNotFoundError)
             raise ReplayError(

@@ -1,10 +1,9 @@
-"""Writes files whole or not at all, and reads them only if they are plain files."""
+"""Writes files whole or not at all, and reads parts of them into new memory."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,20 +13,6 @@ import numpy as np
 
 from npu_replay.errors import RouteFileError
 from npu_replay.routes.checks import Array
-
-
-@contextmanager
-def plain_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a plain file to read; raise OSError or ValueError at once for a pipe or a device."""
-
-    def now(name: str, flags: int) -> int:
-        # O_NONBLOCK, or opening a pipe would wait for its other end.
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-    with open(path, "rb", buffering=0, opener=now) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no plain file")
-        yield file
 
 
 def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:

@@ -12,17 +12,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, RouteFileError, whole_number
+from npu_replay.errors import InvalidRoutes, whole_number
 from npu_replay.routes import arguments, checks
 from npu_replay.routes.arguments import IdArray, StageLabels
-from npu_replay.routes.atomic_file import plain_file, reader, write_whole
+from npu_replay.routes.atomic_file import reader, write_whole
 from npu_replay.routes.checks import Array, Finding
 from npu_replay.routes.encoding import decode, encode, read_errors_as
 from npu_replay.routes.fingerprint import SampleKey, with_key
@@ -423,7 +423,10 @@ class RoutedExperts:
         place = Path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
         # The file is opened once: an overwrite meanwhile puts another file in its place, which isn't read.
-        with read_errors_as("this file can't be read as routes", cause, place), plain_file(place) as file:
+        with (
+            read_errors_as("this file can't be read as routes", cause, place),
+            place.open("rb", buffering=0) as file,
+        ):
             return cls.of_decoded(decode(*reader(file))).check_not_constant()
 
 
@@ -431,15 +434,6 @@ _OF_MICRO_BATCH = ("placement", "shown")
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:
-    lacking = (
-        {field_.name for field_ in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH, "made_at"}
-    )
-    if lacking:
-        raise RouteFileError(
-            "this pickle is of another version of npu_replay",
-            expected="one version on all nodes",
-            got=f"routes without {sorted(lacking)}",
-        )
     arrays = {name: arguments.shared_tensor(values[name]) for name in ("ids", "recorded")}
     return RoutedExperts.of_checked(**values | arrays)
 

@@ -119,8 +119,6 @@ def shard(path: Path) -> None:
 UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: None, "there is no such file"),
     "a folder": (Path.mkdir, ""),
-    "a pipe": (os.mkfifo, "no plain file"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "no plain file"),
     **{
         f"{len(content)} bytes": (lambda path, content=content: path.write_bytes(content), "")
         for content in (b"", b"\0" * 5000, b"\xff" * 8)

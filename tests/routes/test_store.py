@@ -72,7 +72,6 @@ def test_what_cant_be_added_stops_none_of_the_others(tmp_path: Path) -> None:
         for routes, key, words in (
             (sample(1), None, r"key is taken.*same tokens: pass a key of your own"),
             (sample(2).take([0, 1]), None, "neither a key nor a fingerprint"),
-            (sample(2), "", "bad key"),
         ):
             with pytest.raises(RouteFileError, match=words):
                 writer.add(routes, key)
@@ -164,14 +163,6 @@ def test_a_folder_with_a_file_of_something_else_is_refused_by_its_name(tmp_path:
     assert RouteStore(tmp_path, shard="routes-00000")["k"] == found["k"] == sample(1)
 
 
-def test_shards_that_come_later_are_read_also_behind_one_that_is_damaged(tmp_path: Path) -> None:
-    early = store(tmp_path, (sample(1), None), name="rank-0")
-    (tmp_path / "rank-1-00000.safetensors").write_bytes(b"cut short")
-    with RouteStore.writer(tmp_path, name="rank-2") as writer:
-        writer.add(sample(2))
-    assert early.of(tokens_of(2)) == sample(2)
-
-
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))], ids=["copy", "pickle"]
 )
@@ -199,7 +190,7 @@ def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_
     with pytest.raises(RouteFileError, match=r"changed after they were written"):
         found["k"]
     os.truncate(shard, 10_000)
-    with pytest.raises(RouteFileError, match=r"10000 bytes long, and its header says"):
+    with pytest.raises(RouteFileError, match=r"bytes early: somebody writes to it"):
         found["k"]
 
 
@@ -207,7 +198,7 @@ def test_a_shard_of_an_earlier_job_is_not_read_for_one_of_a_later(tmp_path: Path
     found = store(tmp_path, (sample(1), "k"))
     store(tmp_path / "other", (sample(2), "k"))
     os.replace(tmp_path / "other" / "routes-00000.safetensors", tmp_path / "routes-00000.safetensors")
-    with pytest.raises(RouteFileError, match="was replaced since the folder was opened"):
+    with pytest.raises(RouteFileError, match="changed after they were written"):
         found["k"]
 
 
