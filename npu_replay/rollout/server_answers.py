@@ -22,7 +22,7 @@ from npu_replay.rollout.admit import Missing, admit
 from npu_replay.rollout.envelope import is_envelope, without_weights
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import token_ids
-from npu_replay.rollout.release_rules import Source, Symptom, tells_release
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -89,24 +89,11 @@ class EngineAnswer(ABC):
         tokens = self.tokens(prompt, output)
         rows = self.rows(model, tokens, start, missing)
         rows = None if rows is None else without_weights(rows, model.topk, self.source)
-        source = self.source
-        device = self.source.device or "cuda"
-        # Some releases give zeros whatever they are started with.
-        zeros = [fault for fault in source.faults if fault.always and fault.symptom is Symptom.ZEROS]
-        never = tells_release(source.version) and any(fault.holds(source.version, device) for fault in zeros)
-        if never and rows is not None and len(rows) and not rows.any():
-            # `admit` can't see this with a top-k of 1, where zeros are valid ids.
-            raise source.error(
-                Symptom.ZEROS,
-                f"all {len(rows)} rows are zeros",
-                "ids of experts",
-                "nothing that was captured",
-            )
         routes = admit(
             np.zeros((0, model.num_layers, model.topk), np.uint8) if rows is None else rows,
             model=model,
             tokens=tokens.ids,
-            source=source,
+            source=self.source,
             start=start,
             ended=self.ended and rows is not None,
             surplus=tokens.taken_off,

@@ -12,7 +12,7 @@ import inspect
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -242,8 +242,7 @@ def _positional(function: Callable[..., object]) -> tuple[str, ...]:
 def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
     """Return the arguments of a model's call by name.
 
-    Where none of them is the token ids and the first is a batch (a mapping or a dataclass), what that holds
-    takes its place.
+    Where none of them is the token ids and the first is a batch (a mapping), what that holds takes its place.
 
     >>> from npu_replay.routes.inputs import named
     >>> list(named([], {"batch": {"input_ids": torch.ones(1, 3)}, "step": 2}))
@@ -254,8 +253,6 @@ def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | No
     call = {**dict(zip(names, args, strict=False)), **kwargs}
     if call and not any(isinstance(call.get(name), torch.Tensor) for name in _NAMES):
         name, batch = next(iter(call.items()))
-        if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
-            batch = {field_.name: getattr(batch, field_.name) for field_ in fields(batch)}
         if isinstance(batch, Mapping):
             del call[name]
             call = {str(key): value for key, value in batch.items()} | call
