@@ -230,21 +230,18 @@ class RoutedExperts:
                 got=f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else ""),
                 cause="the routes of another sequence, or a layout made for other lengths",
             )
-        ids = self.ids
-        recorded = self.recorded
-        # All rows are negative then, and np.take below needs a row to read.
-        if not len(self):
-            ids, recorded = ids.new_zeros(1, *ids.shape[1:]), recorded.new_zeros(1)
+        ids = self.ids.numpy()
+        recorded = self.recorded.numpy()
+        if not len(self):  # all rows are negative then, and np.take needs a row to read
+            ids, recorded = np.zeros((1, *ids.shape[1:]), ids.dtype), np.zeros(1, np.bool_)
         # np.take copies whole rows at once; with mode="clip" a negative row reads row 0 and is blanked below.
         at = index.long().numpy()
-        taken = np.take(ids.numpy().reshape(len(ids), -1), at, axis=0, mode="clip")
-        rows_taken = torch.from_numpy(taken).view(len(index), *ids.shape[1:])
-        known = torch.from_numpy(np.take(recorded.numpy(), at, mode="clip"))
-        missing = index < 0
-        if bool(missing.any()):
-            rows_taken[missing] = 0
-            known &= ~missing
-        return self.with_rows(rows_taken, known)
+        missing = at < 0
+        taken = np.take(ids, at, axis=0, mode="clip")
+        taken[missing] = 0
+        known = np.take(recorded, at, mode="clip")
+        known[missing] = False
+        return self.with_rows(torch.from_numpy(taken), torch.from_numpy(known))
 
     @classmethod
     def concat(cls, parts: Sequence[RoutedExperts], layers: Sequence[int] | None = None) -> RoutedExperts:
