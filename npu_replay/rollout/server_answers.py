@@ -19,7 +19,7 @@ import numpy as np
 
 from npu_replay.errors import InvalidRoutes, quoted
 from npu_replay.rollout.admit import Missing, admit
-from npu_replay.rollout.envelope import is_envelope, without_weights
+from npu_replay.rollout.envelope import is_envelope
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import token_ids
 from npu_replay.rollout.release_rules import Source, Symptom
@@ -88,7 +88,6 @@ class EngineAnswer(ABC):
         """Decode and check the routes; the arguments are those of `from_vllm` and `from_sglang`."""
         tokens = self.tokens(prompt, output)
         rows = self.rows(model, tokens, start, missing)
-        rows = None if rows is None else without_weights(rows, model.topk, self.source)
         routes = admit(
             np.zeros((0, model.num_layers, model.topk), np.uint8) if rows is None else rows,
             model=model,
