@@ -284,11 +284,6 @@ class ParallelLayout:
         """Leave out process groups, which are valid in their own process only."""
         return vars(self) | {"groups": ()}
 
-    def __deepcopy__(self, memo: object = None) -> ParallelLayout:
-        return self  # frozen, and a copy within the process keeps its groups
-
-    __copy__ = __deepcopy__
-
     @classmethod
     def from_megatron(cls, model: Any) -> ParallelLayout:
         """Read the layout from the running Megatron-core, of any release.

