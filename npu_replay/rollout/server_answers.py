@@ -167,16 +167,13 @@ def opened(answer: Any, engine: str, expected: str, *, not_found: str = "") -> A
         try:
             answer = json.loads(answer)
         except (ValueError, RecursionError) as error:
-            shown = answer[:40] if isinstance(answer, str) else bytes(answer[:40])
-            began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
             raise InvalidRoutes(
                 "the answer isn't JSON",
                 where=engine,
                 expected=f"{expected}, whole",
-                got=f"{shown!r} ({type(error).__name__})",
-                cause="an answer that was cut off on its way, or several in one text"
-                if began
-                else "a stream, whose pieces begin with «data:», or an error page of something between",
+                got=f"{answer[:40]!r} ({type(error).__name__})",
+                cause="an answer that was cut off on its way; several in one text; a stream, whose pieces "
+                "begin with «data:»; an error page of something between",
             ) from error
     elif hasattr(answer, "choices") and callable(getattr(answer, "model_dump", None)):
         answer = answer.model_dump()

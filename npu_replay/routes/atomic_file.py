@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +16,7 @@ from npu_replay.errors import RouteFileError
 from npu_replay.routes.checks import Array
 
 
-def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
+def reader(file: BufferedReader) -> tuple[Callable[[int, int], Array], int]:
     """Return a function that reads the bytes between two places into new memory, and the file's size."""
 
     # No memory map: that follows later writes, so ids could change after their checksum was verified, and a
@@ -23,9 +24,7 @@ def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
     def read(first: int, end: int) -> Array:
         buffer = np.empty(end - first, np.uint8)
         file.seek(first)
-        there = 0
-        while there < len(buffer) and (more := file.readinto(buffer[there:].data)):  # type: ignore[attr-defined]
-            there += more
+        there = file.readinto(buffer.data)
         if there < len(buffer):
             raise ValueError(f"it ends {len(buffer) - there} bytes early: somebody writes to it")
         return buffer

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, whole_number
+from npu_replay.errors import InvalidRoutes
 from npu_replay.routes import arguments, checks
 from npu_replay.routes.arguments import IdArray, StageLabels
 from npu_replay.routes.atomic_file import reader, write_whole
@@ -283,7 +283,6 @@ class RoutedExperts:
         """Make the routes of a sample that has none: no row is recorded, and the router chooses for all."""
         labels = arguments.labels(layers)
         num_experts = arguments.num_experts(num_experts, topk)
-        tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         return cls(
             ids=torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts), device="cpu"),
             layers=labels,
@@ -422,7 +421,7 @@ class RoutedExperts:
         # The file is opened once: an overwrite meanwhile puts another file in its place, which isn't read.
         with (
             read_errors_as("this file can't be read as routes", cause, place),
-            place.open("rb", buffering=0) as file,
+            place.open("rb") as file,
         ):
             return cls.of_decoded(decode(*reader(file))).check_not_constant()
 

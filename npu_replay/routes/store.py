@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from npu_replay.errors import InvalidRoutes, RouteFileError, shown, whole_number
+from npu_replay.errors import InvalidRoutes, RouteFileError, whole_number
 from npu_replay.routes.atomic_file import reader, write_whole
 from npu_replay.routes.checks import Array
 from npu_replay.routes.encoding import Header, encode, read_errors_as
@@ -78,7 +78,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
 
     def _read_index(self, path: Path) -> None:
         """Read which samples a shard holds."""
-        with read_errors_as("the shard can't be read", _DAMAGED, path), path.open("rb", buffering=0) as file:
+        with read_errors_as("the shard can't be read", _DAMAGED, path), path.open("rb") as file:
             header = Header.read(*reader(file))
         self._headers[path] = header
         for key, known in header.samples.items():
@@ -156,7 +156,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
             raise self._ambiguous(key, f"other routes in {shard.name} and {self._several[key].name}")
         with (
             read_errors_as("the shard can't be read", _DAMAGED, f"{shard}, {key}"),
-            shard.open("rb", buffering=0) as file,
+            shard.open("rb") as file,
         ):
             values = self._headers[shard].arguments(reader(file)[0], key)
             return RoutedExperts.of_decoded(values).check_not_constant(tokens)
@@ -175,10 +175,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
     def __init__(self, folder: Path, name: str, shard_bytes: int) -> None:
-        if not name or not name.isprintable() or Path(name).name != name:
-            raise RouteFileError(
-                "bad name of a writer", expected="a file name without folders", got=shown(name)
-            )
         self.folder = folder
         self.name = name
         self.shard_bytes = shard_bytes
@@ -252,13 +248,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.flush()
-        except Exception as lost:
-            if error is None:
-                raise
-            # The error of the block is raised, not this one: it came first, and may have caused this one.
-            logger.error("[npu_replay] %s: the routes that were waiting are lost: %s", self.folder, lost)
+        self.flush()
 
     def _error(self, problem: str, expected: str, got: object, cause: str = "") -> RouteFileError:
         return RouteFileError(problem, where=str(self.folder), expected=expected, got=got, cause=cause)
