@@ -154,6 +154,12 @@ class DecoderLayers:
         ends = (0, self.first_stage), (pp - 1, self.last_stage)
         ends_given = {rank: count for rank, count in ends if count is not None}
         embedding, loss = (self.embedding_counts, self.loss_counts) if pp > 1 else (False, False)
+        _check(
+            not ends_given or not (embedding or loss),
+            "an uneven pipeline can't count embedding or loss as layers",
+            "one or the other, as Megatron-core has it",
+            "both",
+        )
         # What the ends leave is shared evenly; the embedding and the loss each take one layer's place in it.
         rest = self.count + embedding + loss - sum(ends_given.values())
         others = pp - len(ends_given)

@@ -53,6 +53,8 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         ("virtual stages.*multiple of 2, got 3", lambda end=end: DecoderLayers(7, **end).stage(2, 2, 0, 0))
         for end in ({"first_stage": 3}, {"last_stage": 3})
     ),
+    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, embedding_counts=True).stage(2, 1, 0, 0)),
+    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, loss_counts=True).stage(2, 1, 0, 0)),
     ("leave layers over", lambda: DecoderLayers(4, first_stage=3).stage(1, 1, 0, 0)),
     ("leave layers over", lambda: DecoderLayers(4, last_stage=1).stage(1, 1, 0, 0)),
     # a layout
