@@ -121,11 +121,10 @@ class SglangAnswer(server_answers.EngineAnswer):
         end = max(0, len(tokens.ids) - 1) + taken_off  # the last token was never run
         start = min(start, end)
         data = as_numpy(self.payload)
-        most = (end + _TAKEN_BACK, model.num_layers, 2 * model.topk)
         if is_envelope(data):
-            data = from_envelope(data, start=start, due=end - start, most=most, source=source)
+            data = from_envelope(data, start=start, due=end - start, source=source)
         elif isinstance(data, list) and data:  # LMDeploy's
-            data = from_lists(data, source=source, most=most)
+            data = from_lists(data, source=source)
         if data is None or (isinstance(data, list) and not data):  # 0.5.8 says [] for none
             if start == end or not self.ended:
                 return None

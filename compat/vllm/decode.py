@@ -58,8 +58,6 @@ _MEGATRON = Source(
         ),
     ),
 )
-_SPARE = 1024
-"""The surplus rows that are read, so that an error can count them."""
 
 
 def from_vllm(
@@ -196,12 +194,10 @@ class VllmAnswer(server_answers.EngineAnswer):
                 return None
         if apart:
             return self._rows_of_two_parts(model, tokens, start)
-        # Twice the top-k: some send the router's weights behind the ids.
-        most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, 2 * model.topk)
         if is_envelope(self.payload):
             count = max(0, tokens.prompt + tokens.sampled - 1 - start)
-            return from_envelope(self.payload, start=start, due=count, most=most, source=self.source)
-        return any_array(self.payload, source=self.source, most=most)
+            return from_envelope(self.payload, start=start, due=count, source=self.source)
+        return any_array(self.payload, source=self.source)
 
     def _rows_of_two_parts(self, model: RoutedModel, tokens: Tokens, start: int) -> Array:
         """Join the prompt's rows and the completion's, as 0.21.0 gives them."""
@@ -209,8 +205,7 @@ class VllmAnswer(server_answers.EngineAnswer):
         prompt = replace(self.source, field="prompt_routed_experts")
         if start:
             raise source.error(Symptom.SHAPE, "this release gives all rows of the prompt", "start=0", start)
-        most = (tokens.prompt + tokens.sampled + _SPARE, model.num_layers, model.topk)
-        head = any_array(self.prompt_payload, source=prompt, most=most)
+        head = any_array(self.prompt_payload, source=prompt)
         if len(head) != tokens.prompt:  # the completion's rows would shift
             raise prompt.error(
                 Symptom.SHAPE, "the prompt has another number of rows than tokens", tokens.prompt, len(head)
@@ -218,7 +213,7 @@ class VllmAnswer(server_answers.EngineAnswer):
         parts = [head if tokens.sampled else head[:-1]]  # without a sample the last token was never run
         if self.payload is not None:
             sampled = max(1, tokens.sampled)
-            part = any_array(self.payload, source=source, most=most)
+            part = any_array(self.payload, source=source)
             parts.append(part[:-1] if len(part) == sampled else part)  # with MTP a row for each token
         filled = [part for part in parts if len(part)]
         if len({part.shape[1:] for part in filled}) > 1:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
-from npu_replay.errors import InvalidRoutes, ReplayError, RouterError, one_of, whole_number
+from npu_replay.errors import InvalidRoutes, RouterError, one_of, whole_number
 from npu_replay.parallel.merge import side_by_side
 from npu_replay.parallel.parallel_layout import ParallelLayout
 from npu_replay.routes import arguments
@@ -78,32 +78,16 @@ def checked_cut(cut: Any) -> Cut:
     """Return the pieces that a carrier asks for by a layout with its decoder, or by a number of layers."""
     if not isinstance(cut, ParallelLayout):
         return whole_number(cut, "layers a piece", least=1)
-    ReplayError.unless(
-        cut.decoder is not None,
-        "this layout doesn't tell the layers of a pipeline's stages",
-        expected="a ParallelLayout with decoder=",
-        got=cut,
-        cause="a layout made by hand; give the layers of each piece, or how many one has",
-    )
     # One piece per rank: of two, each rank would have to make a joined copy.
     return [tuple(replace(cut, pp_rank=rank).moe_layers) for rank in range(cut.pp)]
 
 
 def _pieces(routes: RoutedExperts, cut: Cut) -> list[RoutedExperts]:
-    """Return the pieces of one sample; refuse a layer that the cut has no piece for."""
+    """Return the pieces of one sample; `fetch` refuses layers that the cut has no piece for."""
     layers = routes.layers
     if not isinstance(cut, list):
         return [routes.only(layers[first : first + cut]) for first in range(0, len(layers), cut)]
-    wanted = {*layers}
-    lost = wanted.difference(*cut)
-    if lost:
-        raise ReplayError(
-            "the cut has no piece for some layers",
-            expected=f"a piece for each of {list(layers)}",
-            got=f"none for {sorted(lost)}",
-            cause="the layout of another model, or of a part of it",
-        )
-    blocks = [[layer for layer in stage if layer in wanted] for stage in cut]
+    blocks = [[layer for layer in stage if layer in layers] for stage in cut]
     return [routes.only(block) for block in blocks if block]
 
 
@@ -227,8 +211,6 @@ def _joined(
                 got=f"{type(piece).__name__}: {piece}"[:300],
                 cause="a step that is over, whose routes were freed; a worker or a node that died with them",
             )
-    if len(parts) == 1 and parts[0].layers == asked:  # the usual case: a stage's own piece
-        return parts[0]
     labels = reference.layers if asked is None else asked
     if lacking := {*labels} - {layer for part in parts for layer in part.layers}:
         return InvalidRoutes(

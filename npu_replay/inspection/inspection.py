@@ -207,7 +207,7 @@ class _Reader:
         self.findings.what = "an .npy array"
 
         def routes() -> RoutedExperts:
-            rows = payloads.from_npy(npy, source=source, most=len(npy))
+            rows = payloads.from_npy(npy, source=source)
             if tokens is None:
                 self.findings.what += "; no engine runs the last token, whose row is left out, or -1"
             if len(rows) and (rows[-1] == -1).all():

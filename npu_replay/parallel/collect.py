@@ -209,15 +209,7 @@ class _Plan:
     """Plans who sends what in one group, with the memory for it; refuses parts that don't fit."""
 
     def __init__(self, peers: RankGroup, blocks: Blocks, offers: list[_Offer]) -> None:
-        theirs = [offer.everywhere for offer in offers]
         first = offers[0]
-        ReplayError.unless(
-            len({*theirs}) == 1,
-            "the ranks disagree about who gets the result",
-            expected="the same `everywhere` on all ranks",
-            got=theirs,
-            cause="everywhere=rank == 0: the first rank of the groups gets it anyway",
-        )
         for rank, offer in enumerate(offers):
             if offer.batches != first.batches:
                 raise MicroBatchError(
@@ -292,7 +284,8 @@ def _sequences(blocks: Blocks, layouts: Sequence[TokenLayout], groups: Groups) -
                 where=where,
                 expected="routes of at least one MoE layer on some rank of the groups",
                 got="none",
-                cause="a dense model, or groups that don't reach the stages with MoE layers",
+                cause="a dense model, groups that don't reach the stages with MoE layers, or everywhere= "
+                "that is False on the first rank alone",
             )
         if len(lacking := (~block.present).nonzero()):
             count = len(block.present)

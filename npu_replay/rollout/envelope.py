@@ -1,9 +1,8 @@
 """Reads routes in a gateway's envelope, which gives the array's shape: {data, shape, dtype, start}.
 
 vLLM's routes behind NVIDIA Dynamo lie in one, in `nvext` of the answer; SGLang's lie there as SGLang wrote
-them. prime-rl, verifiers and SkyRL send the same envelope, in the choice or alone. `data` is base64, as text
-or bytes, or the array's own bytes, or a flat list. Early ones have no dtype. Two frameworks write the same in
-other words:
+them. prime-rl, verifiers and SkyRL send the same envelope, in the choice or alone. `data` is base64, the
+array's own bytes or an array. Two frameworks write the same in other words:
 
     NeMo-RL  "nrlre1:int16:39x6x8:<base64>", with a row for each token; the last token's is filled
     rLLM     ['{"shape": [6, 8], "dtype": "uint8"}', "<base64>"], in the choice's `routing_matrices`
@@ -11,9 +10,7 @@ other words:
 
 from __future__ import annotations
 
-import functools
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -44,9 +41,6 @@ _PLACES = (("routed_experts",), ("routing_matrices",), (MEGATRON,), ("message", 
 _NEMO = "nrlre1:"
 _NEMO_HEAD = re.compile(_NEMO + r"(\w{1,16}):(\d{1,9})x(\d{1,9})x(\d{1,9}):")
 _LONGEST_HEAD = 200  # characters of rLLM's
-_SMALLEST_NORMAL = 1 << 23  # of float32, as the integer that has its bits
-
-_log = logging.getLogger(__name__)
 
 
 def is_envelope(value: Any) -> bool:
@@ -104,10 +98,8 @@ def of_gateway(answer: Mapping[str, Any], name: str) -> tuple[Any, str]:
     return None, ""
 
 
-def from_envelope(
-    envelope: Any, *, start: int, due: int, most: tuple[int, int, int], source: Source
-) -> Array:
-    """Read an envelope whose rows begin at `start`, [tokens, layers, topk], no size above `most`.
+def from_envelope(envelope: Any, *, start: int, due: int, source: Source) -> Array:
+    """Read an envelope whose rows begin at `start`, [tokens, layers, topk].
 
     NeMo-RL's form has one row more than are `due`, which is dropped.
     """
@@ -119,8 +111,6 @@ def from_envelope(
         shape = list(shape)
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):
         raise _other_form(source, f"shape {quoted(shape)}")
-    if any(n > limit for n, limit in zip(shape, most, strict=True)):
-        raise source.unreadable("the envelope has more than the sequence", f"{list(most)} at most", shape)
     if type(first) is not int or first != start:
         raise source.unreadable(
             "the rows of the envelope begin at another token than this call says",
@@ -128,31 +118,21 @@ def from_envelope(
             f"start {quoted(first)}",
         )
     size = math.prod(shape)
-    dtype = value.get("dtype")
-    rows = None
-    if dtype is not None and not (isinstance(dtype, str) and dtype in _DTYPES):
-        raise _other_form(source, f"dtype {quoted(dtype)}")
-    if isinstance(data, list) and len(data) != size:
-        raise _cut(source, f"{size} ids, as its shape says", len(data))
-    if isinstance(data, list) and all(type(number) is int and abs(number) < 1 << 31 for number in data):
-        rows = np.array(data, np.int64)
-    elif isinstance(data, np.ndarray) and data.dtype.kind in "iu":
-        rows = data
-    elif isinstance(data, (str, bytes, bytearray, memoryview)):
-        widths = [1, 2, 4, 8] if dtype is None else [np.dtype(_DTYPES[dtype]).itemsize]
-        raw = data if isinstance(data, str) else bytes(data)
-        if isinstance(raw, str) or len(raw) not in [size * width for width in widths]:
-            raw = from_base64(raw, source=source, most=size * widths[-1])
-        width = len(raw) // size if size else widths[0]
-        if len(raw) != size * width or width not in widths:
-            expected = " or ".join(str(size * width) for width in widths)
-            raise _cut(source, f"{expected} bytes", len(raw))
-        rows = np.frombuffer(raw, f"<u{width}" if dtype is None else _DTYPES[dtype])
-    if rows is None:
+    if isinstance(data, str):
+        data = from_base64(data, source=source)
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        dtype = value.get("dtype")
+        if not (isinstance(dtype, str) and dtype in _DTYPES):
+            raise _other_form(source, f"dtype {quoted(dtype)}")
+        number = np.dtype(_DTYPES[dtype])
+        if len(data) != size * number.itemsize:
+            raise _cut(source, f"{size * number.itemsize} bytes", len(data))
+        data = np.frombuffer(data, number)
+    if not (isinstance(data, np.ndarray) and data.dtype.kind in "iu"):
         raise _other_form(source, f"data {quoted(data)}")
-    if rows.size != size:
-        raise _cut(source, f"{size} ids, as its shape says", rows.size)
-    rows = rows.reshape(shape)
+    if data.size != size:
+        raise _cut(source, f"{size} ids, as its shape says", data.size)
+    rows = data.reshape(shape)
     return rows[:due] if _is_nemo(envelope) and len(rows) == due + 1 else rows
 
 
@@ -162,26 +142,3 @@ def _cut(source: Source, expected: str, got: int) -> InvalidRoutes:
 
 def _other_form(source: Source, got: str) -> InvalidRoutes:
     return source.unreadable("the routes are there, in an envelope of an unknown form", _FORM, got)
-
-
-def without_weights(rows: Array, topk: int, source: Source) -> Array:
-    """Drop the router's weights that some trainers send behind the ids: int32 [tokens, layers, 2 * topk]."""
-    # The second half has the bits of float32 (prime-rl's Total Router Recall, #3523); replay weighs by the
-    # trainer's own scores.
-    if rows.ndim != 3 or rows.shape[2] != 2 * topk or rows.dtype.itemsize != 4 or not len(rows):
-        return rows
-    weights = np.ascontiguousarray(rows[..., topk:])
-    bits = weights.view(np.uint32)
-    # Weights are zeros or positive finite numbers; ids, read as float32, would be denormal.
-    are_weights = (bits == 0) | ((bits >= _SMALLEST_NORMAL) & (weights.view(np.float32) < np.inf))
-    if not are_weights.all() or not bits.any():
-        return rows
-    _warn_of_weights(source.engine)
-    return rows[..., :topk]
-
-
-@functools.cache  # warns once per process and engine
-def _warn_of_weights(engine: str) -> None:
-    _log.warning(
-        "[npu_replay] %s: the router's weights beside the ids are left: replay computes its own", engine
-    )

@@ -15,8 +15,7 @@ from torch import nn
 
 from npu_replay.errors import ReplayError, RouterError, shown, whole_number
 from npu_replay.routers import Router, check_alike
-from npu_replay.routes.atomic_file import plain_file
-from npu_replay.routes.checks import MAX_EXPERTS, MAX_LAYERS
+from npu_replay.routes.checks import MAX_EXPERTS
 
 _EXPERTS = (
     *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts"),
@@ -81,8 +80,7 @@ class RoutedModel:
             object.__setattr__(self, name, operator.index(getattr(self, name)))
         for name in ("layers", "hashed"):
             object.__setattr__(self, name, tuple(map(operator.index, getattr(self, name))))
-        _check_most(self.num_layers, MAX_LAYERS, "decoder layers", "RoutedModel")
-        _check_most(self.num_experts, MAX_EXPERTS, "experts in a layer", "RoutedModel")
+        whole_number(self.num_experts, "number of experts", "RoutedModel", least=1, most=MAX_EXPERTS)
         layers = self.layers
         every = [*self.layers, *self.hashed]
         ascending = bool(layers) and list(layers) == sorted(layers) and len(set(every)) == len(every)
@@ -164,8 +162,6 @@ class RoutedModel:
         blocks = keys["block_configs"] or keys["layers_block_type"]  # Nemotron-H saves no other number
         counted = isinstance(blocks, (list, tuple)) and keys["num_hidden_layers"] is None
         num_layers = len(blocks) if counted else keys.number(_LAYERS, "the number of decoder layers")
-        # Bounded before the loops below look at each layer.
-        _check_most(num_layers, MAX_LAYERS, "decoder layers", keys.name)
         ReplayError.unless(
             not (zeros := keys.whole("zero_expert_num")),  # LongCat: ids above those of the routed experts
             "a model with zero experts can't be read from its config",
@@ -190,10 +186,6 @@ class RoutedModel:
         check_alike(numbers)
         layers = tuple(layer for layer in sparse if layer not in hashed)
         return cls(layers=layers, num_layers=num_layers, num_experts=experts, topk=topk, hashed=hashed)
-
-
-def _check_most(number: int, most: int, what: str, where: str) -> None:
-    ReplayError.unless(number <= most, f"no model has so many {what}", f"at most {most}", number, where=where)
 
 
 @dataclass(frozen=True)
@@ -226,8 +218,7 @@ class _Keys:
         hub = "the name of a model on a hub, which isn't looked up: download it, and give its folder"
         try:
             file = path / "config.json" if path.is_dir() else path
-            with plain_file(file) as opened:
-                config: dict[str, Any] = json.loads(opened.read())
+            config: dict[str, Any] = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             is_missing = isinstance(error, FileNotFoundError)
             raise ReplayError(
@@ -297,8 +288,6 @@ class _Keys:
             return set()
         try:
             layers = {int(layer) for layer in (value.split(",") if isinstance(value, str) else value)}
-            if len(layers) > MAX_LAYERS:
-                raise ValueError("more than a model has layers")
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise self.unknown(key) from error
         return layers
@@ -311,7 +300,7 @@ class _Keys:
         if value is None:
             return []
         texts = isinstance(value, (list, tuple, str)) and all(isinstance(text, str) for text in value)
-        if not texts or not num_layers <= len(value) <= MAX_LAYERS:
+        if not texts or len(value) < num_layers:
             raise self.unknown(key)
         return list(value)
 

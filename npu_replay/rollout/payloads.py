@@ -1,16 +1,10 @@
-"""Reads arrays from outside: base64, .npy, nested lists; sizes are checked before memory is taken.
-
-No pickle is ever loaded: an .npy of objects is refused by its header.
-"""
+"""Reads arrays from outside: base64, .npy, nested lists. No pickle is ever loaded."""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import functools
 import io
-import math
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -27,14 +21,12 @@ TokenIds: TypeAlias = "Sequence[int] | Array | torch.Tensor"
 
 _IDS = "integers, [tokens, layers, topk]"
 _NO_IDS = "this isn't an array of expert ids"
-_HEADER = 4096  # bytes; an array of integers needs some 128
 _WIDEST = 4  # bytes per id: int32
 _BLOCK = 1 << 13  # three ids each, which stay in the processor's cache
 _PAIRS = ((0, 1), (2, 3, 4), (5, 6, 7))  # of characters, that have the bits of each of three ids
 _PAIRS_OF_BYTES = ((0,), (2, 3), (5,))  # the same for ids below 256, where the other pairs are «AA»
 _ZEROS = np.frombuffer(b"\0\0AA\0\0\0\0AA\0\0AAAA" * _BLOCK, "<u8")
 _UPPER_BYTES = np.where(_ZEROS.view(np.uint8) > 0, 0xFF, 0).astype(np.uint8).view("<u8")
-_LONGEST = 1 << 24  # per axis; numpy refuses some sizes even if another axis is 0
 
 
 def token_ids(value: Any, source: Source) -> Array:
@@ -57,18 +49,13 @@ def as_numpy(value: Any) -> Any:
     return value
 
 
-def any_array(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
-    """Read routes that say their own shape: an array, a tensor, base64 of an .npy, nested lists.
-
-    `most` are the most rows, columns and top-k.
-    """
+def any_array(value: Any, *, source: Source) -> Array:
+    """Read routes that say their own shape: an array, a tensor, base64 of an .npy, nested lists."""
     value = as_numpy(value)
     if isinstance(value, (str, bytes, bytearray)):
-        room = math.prod(most) * _WIDEST
-        text = value if isinstance(value, str) else bytes(value)
-        value = from_npy(from_base64(text, source=source, most=room + _HEADER), source=source, most=room)
-    elif isinstance(value, list):
-        return from_lists(value, source=source, most=most)
+        return from_npy(from_base64(value, source=source), source=source)
+    if isinstance(value, list):
+        return from_lists(value, source=source)
     if is_ids(value):
         return value
     raise not_ids(source, value, f"{_IDS}: an array, base64 of an .npy, or nested lists")
@@ -79,22 +66,10 @@ def not_ids(source: Source, got: Any, expected: str = _IDS) -> InvalidRoutes:
     return source.error(Symptom.SHAPE, _NO_IDS, expected, quoted(got))
 
 
-def from_base64(text: str | bytes, *, source: Source, most: int) -> bytes:
-    """Decode base64 of at most `most` bytes; raise InvalidRoutes for more, or for something else."""
-    size = len(text) // 4 * 3
-    if size > most + 3:
-        raise source.error(
-            Symptom.TOO_MANY_ROWS,
-            "there is more text than the sequence can have routes",
-            f"at most {most} bytes when decoded",
-            f"some {size}",
-        )
+def from_base64(text: str | bytes | bytearray, *, source: Source) -> bytes:
+    """Decode base64; raise InvalidRoutes for something else."""
     try:
-        if len(text) % 4:
-            raise ValueError(f"{len(text)} characters, not a multiple of 4")
-        if sys.version_info < (3, 11):
-            return base64.b64decode(text, validate=True)
-        return binascii.a2b_base64(text, strict_mode=True)  # makes no copy of the text first
+        return base64.b64decode(text, validate=True)
     except ValueError as error:
         raise source.unreadable("this isn't base64", "base64 without line ends", error) from error
 
@@ -104,7 +79,7 @@ def ids_from_base64(text: str | bytes, *, source: Source) -> Array:
     ids = _small_ids(text)
     if ids is not None:
         return ids
-    data = from_base64(text, source=source, most=len(text))
+    data = from_base64(text, source=source)
     if len(data) % _WIDEST:
         raise source.unreadable("these aren't int32", "a multiple of 4 bytes", len(data))
     return np.frombuffer(data, "<i4")
@@ -150,56 +125,21 @@ def _bits_of_pairs() -> list[Array]:
     return tables
 
 
-def from_npy(data: bytes | memoryview, *, source: Source, most: int) -> Array:
-    """Read an .npy of integers, [tokens, layers, topk], of at most `most` bytes, on the memory of `data`."""
-    view = memoryview(data)
-    head = io.BytesIO(view[:_HEADER])
+def from_npy(data: bytes, *, source: Source) -> Array:
+    """Read an .npy of integers, [tokens, layers, topk]."""
     try:
-        version = np.lib.format.read_magic(head)
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"version {version}")
-        read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-        shape, by_column, dtype = read(head, max_header_size=_HEADER)
-    except Exception as error:  # numpy parses it as Python, which may raise anything
-        raise source.unreadable("this isn't an .npy array", "its header", str(error)[:200]) from error
-    if dtype.kind not in "iu":
-        raise source.unreadable("this isn't an array of integers", "integers", dtype)
-    if len(shape) != 3 or not all(type(length) is int and 0 <= length < _LONGEST for length in shape):
-        raise source.error(
-            Symptom.SHAPE, _NO_IDS, f"[tokens, layers, topk], each below {_LONGEST}", str(shape)[:200]
-        )
-    size = math.prod(shape) * dtype.itemsize
-    if size > most:
-        raise source.error(
-            Symptom.TOO_MANY_ROWS,
-            "the array is larger than the sequence can have routes",
-            f"at most {most} bytes",
-            f"{size}, shape {shape}",
-        )
-    body = view[head.tell() :]
-    if len(body) != size:
-        raise source.unreadable("the .npy was cut short or lengthened", f"{size} bytes", len(body))
-    return np.frombuffer(body, dtype).reshape(shape, order="F" if by_column else "C")
+        rows = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # numpy parses the header as Python, which may raise anything
+        raise source.unreadable("this isn't an .npy array", _IDS, str(error)[:200]) from error
+    if is_ids(rows):
+        return rows
+    raise not_ids(source, rows)
 
 
-def from_lists(value: Any, *, source: Source, most: tuple[int, int, int]) -> Array:
+def from_lists(value: list[Any], *, source: Source) -> Array:
     """Read nested lists of integers, [tokens, layers, topk], as int64; a list without rows is [0, 0, 0]."""
-    try:
-        if isinstance(value, list) and len(value) <= most[0]:
-            rows = np.array(value, np.int64) if value else np.zeros((0, 0, 0), np.int64)
-            fits = rows.ndim == 3 and all(size <= limit for size, limit in zip(rows.shape, most, strict=True))
-            # numpy takes 2.5 for 2, True for 1, "3" for 3 and a tuple for a list, so each is checked.
-            if (
-                fits
-                and (not value or rows.size)
-                and all(type(row) is list and all(type(ids) is list for ids in row) for row in value)
-                and all(type(number) is int for row in value for ids in row for number in ids)
-            ):
-                return rows
-    except (ValueError, TypeError, OverflowError, RecursionError):
-        pass  # ragged, not numbers, or too large
-    raise source.unreadable(
-        "these aren't nested lists of expert ids",
-        f"{_IDS}, at most {list(most)}",
-        f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else type(value).__name__,
-    )
+    with suppress(ValueError):  # ragged, or too deep
+        rows = np.array(value) if value else np.zeros((0, 0, 0), np.int64)
+        if is_ids(rows):
+            return rows
+    raise source.unreadable("these aren't nested lists of expert ids", _IDS, f"a list of {len(value)}")

@@ -19,10 +19,10 @@ import numpy as np
 
 from npu_replay.errors import InvalidRoutes, quoted
 from npu_replay.rollout.admit import Missing, admit
-from npu_replay.rollout.envelope import is_envelope, without_weights
+from npu_replay.rollout.envelope import is_envelope
 from npu_replay.rollout.model_config import RoutedModel
 from npu_replay.rollout.payloads import token_ids
-from npu_replay.rollout.release_rules import Source, Symptom, tells_release
+from npu_replay.rollout.release_rules import Source, Symptom
 from npu_replay.routes.checks import Array
 from npu_replay.routes.routed_experts import RoutedExperts
 
@@ -88,25 +88,11 @@ class EngineAnswer(ABC):
         """Decode and check the routes; the arguments are those of `from_vllm` and `from_sglang`."""
         tokens = self.tokens(prompt, output)
         rows = self.rows(model, tokens, start, missing)
-        rows = None if rows is None else without_weights(rows, model.topk, self.source)
-        source = self.source
-        device = self.source.device or "cuda"
-        # Some releases give zeros whatever they are started with.
-        zeros = [fault for fault in source.faults if fault.always and fault.symptom is Symptom.ZEROS]
-        never = tells_release(source.version) and any(fault.holds(source.version, device) for fault in zeros)
-        if never and rows is not None and len(rows) and not rows.any():
-            # `admit` can't see this with a top-k of 1, where zeros are valid ids.
-            raise source.error(
-                Symptom.ZEROS,
-                f"all {len(rows)} rows are zeros",
-                "ids of experts",
-                "nothing that was captured",
-            )
         routes = admit(
             np.zeros((0, model.num_layers, model.topk), np.uint8) if rows is None else rows,
             model=model,
             tokens=tokens.ids,
-            source=source,
+            source=self.source,
             start=start,
             ended=self.ended and rows is not None,
             surplus=tokens.taken_off,
@@ -181,16 +167,13 @@ def opened(answer: Any, engine: str, expected: str, *, not_found: str = "") -> A
         try:
             answer = json.loads(answer)
         except (ValueError, RecursionError) as error:
-            shown = answer[:40] if isinstance(answer, str) else bytes(answer[:40])
-            began = shown.lstrip()[:1] in ("{", "[", b"{", b"[")
             raise InvalidRoutes(
                 "the answer isn't JSON",
                 where=engine,
                 expected=f"{expected}, whole",
-                got=f"{shown!r} ({type(error).__name__})",
-                cause="an answer that was cut off on its way, or several in one text"
-                if began
-                else "a stream, whose pieces begin with «data:», or an error page of something between",
+                got=f"{answer[:40]!r} ({type(error).__name__})",
+                cause="an answer that was cut off on its way; several in one text; a stream, whose pieces "
+                "begin with «data:»; an error page of something between",
             ) from error
     elif hasattr(answer, "choices") and callable(getattr(answer, "model_dump", None)):
         answer = answer.model_dump()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,21 +16,14 @@ from npu_replay.errors import RouteFileError
 from npu_replay.routes.checks import Array
 
 
-@contextmanager
-def plain_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a plain file to read; raise OSError or ValueError at once for a pipe or a device."""
-
-    def now(name: str, flags: int) -> int:
-        # O_NONBLOCK, or opening a pipe would wait for its other end.
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-    with open(path, "rb", buffering=0, opener=now) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no plain file")
-        yield file
+def plain_file(path: Path) -> BufferedReader:
+    """Open a plain file to read; raise ValueError for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no plain file")
+    return path.open("rb")
 
 
-def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
+def reader(file: BufferedReader) -> tuple[Callable[[int, int], Array], int]:
     """Return a function that reads the bytes between two places into new memory, and the file's size."""
 
     # No memory map: that follows later writes, so ids could change after their checksum was verified, and a
@@ -38,9 +31,7 @@ def reader(file: BinaryIO) -> tuple[Callable[[int, int], Array], int]:
     def read(first: int, end: int) -> Array:
         buffer = np.empty(end - first, np.uint8)
         file.seek(first)
-        there = 0
-        while there < len(buffer) and (more := file.readinto(buffer[there:].data)):  # type: ignore[attr-defined]
-            there += more
+        there = file.readinto(buffer.data)
         if there < len(buffer):
             raise ValueError(f"it ends {len(buffer) - there} bytes early: somebody writes to it")
         return buffer

@@ -5,11 +5,10 @@
     ids       [tokens, layers, topk] of all samples, uint8 or little-endian int16
     recorded  [tokens] of all samples, one byte per token, 0 or 1
 
-`routes` is JSON: the model, the samples' keys, and a list of all samples' values for each field. Where one of
-them is a micro-batch, `micro_batch` says which tokens it belongs to, and the format is 4. The last list is
-a digest: BLAKE2b (16 bytes) over the model, the sample's fields and its two arrays. A reader encodes the
-header that it read again, and refuses a text that differs in any byte; so wrong offsets, shapes and dtypes,
-and unknown or repeated names, need no rule of their own.
+`routes` is JSON: the model, and the fields of each sample by its key. `micro_batch` says which tokens a
+micro-batch belongs to. The last field is a digest: BLAKE2b (16 bytes) over the model, the sample's fields
+and its two arrays. A reader encodes the header that it read again, and refuses a text that differs in any
+byte; so wrong offsets, shapes and dtypes, and repeated names, need no rule of their own.
 """
 
 from __future__ import annotations
@@ -28,18 +27,11 @@ from npu_replay.routes.arguments import shared_tensor
 from npu_replay.routes.checks import Array
 from npu_replay.routes.inputs import Inputs
 
-FORMAT = "npu_replay.routes.3"
-WITH_MICRO_BATCH = "npu_replay.routes.4"
-"""The format of routes that know the tokens of their micro-batch."""
+FORMAT = "npu_replay.routes.5"
 Read: TypeAlias = "Callable[[int, int], Array]"
 """Returns the bytes from one place to before another, uint8."""
 
-_LONGEST_HEADER = 12_000_000  # above that of any full shard; reading one may take 20 times its size
-
-_MODEL = ("layers", "topk", "num_experts")
 _CARRIED = ("fingerprint", "weight_version", "constant_layers_ok", "from_engine")
-_SAMPLE = ("tokens", *_CARRIED, "digest")
-_MICRO_BATCH = "micro_batch"
 
 
 class Header:
@@ -59,12 +51,7 @@ class Header:
             "ids": {"dtype": dtype, "shape": [tokens, *self._columns], "data_offsets": [0, ids]},
             "recorded": {"dtype": "BOOL", "shape": [tokens], "data_offsets": [ids, ids + tokens]},
         }
-        lists = {name: [known[name] for known in samples.values()] for name in _SAMPLE}
-        described = {**model, "keys": [*samples], **lists}
-        called = [known.get(_MICRO_BATCH) for known in samples.values()]
-        if any(called):
-            described[_MICRO_BATCH] = called
-        about = {"format": WITH_MICRO_BATCH if any(called) else FORMAT, "routes": _json(described)}
+        about = {"format": FORMAT, "routes": _json({**model, "samples": samples})}
         text = _json({"__metadata__": about, **tensors}).encode()
         text += b" " * (-len(text) % 8)
         self.text = len(text).to_bytes(8, "little") + text
@@ -75,25 +62,21 @@ class Header:
     def read(cls, read: Read, size: int) -> Header:
         """Read the header of `size` bytes; call it inside `read_errors_as`."""
         end = 8 + int.from_bytes(read(0, min(8, size)).tobytes(), "little")
-        if end > min(size, 8 + _LONGEST_HEADER):
+        if end > size:
             raise ValueError("its header is cut short, or it isn't in the safetensors layout")
         text = read(0, end).tobytes()
         about = json.loads(text[8:]).get("__metadata__") or {}
         format_name = about.get("format")
         RouteFileError.unless(
-            format_name in (FORMAT, WITH_MICRO_BATCH),
+            format_name == FORMAT,
             "this doesn't hold routes",
             expected=f"metadata format {FORMAT!r}",
             got=format_name,
             cause="safetensors of something else (a checkpoint?), or of another version of npu_replay",
         )
         model = json.loads(about["routes"])
-        rows = zip(*(model[name] for name in _SAMPLE), strict=True)
-        each = zip(model["keys"], rows, strict=True)
-        samples = {key: dict(zip(_SAMPLE, row, strict=True)) for key, row in each}
-        for known, called in zip(samples.values(), model.get(_MICRO_BATCH, ()), strict=False):
-            known.update({_MICRO_BATCH: called} if called else {})
-        header = cls({name: model[name] for name in _MODEL}, samples)
+        samples = model.pop("samples")
+        header = cls(model, samples)
         # Encoded again: any difference, to the byte, is damage or another format.
         if header.text != text:
             raise ValueError("its header isn't the one that npu_replay writes for these routes")
@@ -133,7 +116,7 @@ class Header:
             **{name: known[name] for name in _CARRIED},
             "ids": shared_tensor(ids),
             "recorded": shared_tensor(recorded.view(np.bool_)),
-            _MICRO_BATCH: _read_micro_batch(known.get(_MICRO_BATCH)),
+            "micro_batch": _read_micro_batch(known["micro_batch"]),
         }
 
 
@@ -153,16 +136,9 @@ def encode(samples: Mapping[str, Mapping[str, Any]]) -> list[bytes | memoryview]
             "num_experts": sample["num_experts"],
         }
         known = {"tokens": len(sample["ids"]), **{name: sample[name] for name in _CARRIED}}
-        known |= _described_micro_batch(sample["placement"])
+        known["micro_batch"] = _described_micro_batch(sample["placement"])
         described[key] = known | {"digest": _digest(model, key, known, sample["ids"], sample["recorded"])}
     text = Header(model, described).text
-    RouteFileError.unless(
-        len(text) <= 8 + _LONGEST_HEADER,
-        "the header is too long",
-        expected=f"{_LONGEST_HEADER} bytes",
-        got=len(text) - 8,
-        cause="keys or weight versions that are long texts",
-    )
     arrays = (sample[what] for what in ("ids", "recorded") for sample in samples.values())
     return [text, *(array.reshape(-1).view(np.uint8).data for array in arrays)]
 
@@ -192,18 +168,12 @@ def _digest(model: dict[str, Any], key: str, known: dict[str, Any], ids: Array, 
 
 
 def _described_micro_batch(placement: Any) -> dict[str, Any]:
-    inputs = placement.inputs
-    if placement.row_order is None and inputs is None:
-        return {}
-    known = {"row_order": placement.row_order, "inputs": None if inputs is None else inputs.described()}
-    return {_MICRO_BATCH: known | ({"unnamed": True} if placement.unnamed else {})}
+    inputs = None if placement.inputs is None else placement.inputs.described()
+    return {"row_order": placement.row_order, "inputs": inputs, "unnamed": placement.unnamed}
 
 
-def _read_micro_batch(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    inputs = None if value["inputs"] is None else Inputs.read(value["inputs"])
-    return {"row_order": value["row_order"], "inputs": inputs, "unnamed": "unnamed" in value}
+def _read_micro_batch(known: dict[str, Any]) -> dict[str, Any]:
+    return known | {"inputs": None if known["inputs"] is None else Inputs.read(known["inputs"])}
 
 
 def _json(value: Any) -> str:

@@ -56,23 +56,6 @@ class InputCheck:
                 for n, inputs_there in enumerate(self.known)
                 if inputs_there and inputs_there.differing(called) == []
             ]
-            causes = [
-                OTHER_ORDER,
-                RECUT,
-                "padding on another side, to another length or with other ids",
-                LEFT_OUT,
-                EXTRA,
-                "fingerprints of more tokens than the model is fed",
-            ]
-            if others and others[-1] < number:  # that one was called with its own tokens
-                causes.remove(EXTRA)
-                again = f"the tokens of {micro_batch(others[-1])} came a second time: {EXTRA}"
-                causes.insert(0, f"{again} (by a policy whose adapter is off, say)")
-                retried = f"a new block with routes[{others[-1]}:]"
-                causes.insert(1, f"a micro-batch that was run again after its backward had raised: {retried}")
-            if others[:1] == [number + 1]:
-                causes.remove(LEFT_OUT)
-                causes.insert(0, LEFT_OUT)
             raise MicroBatchError(
                 "the model was called with other tokens than those that the routes belong to".replace(
                     "tokens", " and ".join(differing)
@@ -80,7 +63,15 @@ class InputCheck:
                 where=micro_batch(number),
                 expected="the tokens and images of the record, or of the fingerprints, in their places",
                 got=f"those of the routes of {micro_batch(others[0])}" if others else "others",
-                cause=likeliest(*causes)
+                cause=likeliest(
+                    OTHER_ORDER,
+                    RECUT,
+                    "padding on another side, to another length or with other ids",
+                    LEFT_OUT,
+                    f"{EXTRA} (by a policy whose adapter is off, say)",
+                    "a micro-batch that was run again after its backward had raised: it needs a new block",
+                    "fingerprints of more tokens than the model is fed",
+                )
                 + "\nrecord(inputs=False), or a layout without fingerprints, checks none",
             )
 

@@ -6,11 +6,13 @@ side. Their token ids differ, and images of one size differ in their pixels.
 
 from __future__ import annotations
 
+import base64
 import functools
 import inspect
 import operator
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -110,8 +112,7 @@ class Inputs:
         return {
             "lengths": [*self.lengths],
             "marks": [*self.marks],
-            "places": None if self.fed is None else len(self.fed),
-            "runs": None if self.fed is None else _runs(self.fed),
+            "fed": None if self.fed is None else _packed(self.fed),
             "shape": None if self.shape is None else [*self.shape],
             "others": others,
         }
@@ -121,10 +122,8 @@ class Inputs:
         """Return what `described` gave; anything else raises an error of Python's."""
         lengths = tuple(map(operator.index, values["lengths"]))
         marks = tuple(None if mark is None else operator.index(mark) for mark in values["marks"])
-        fed = None
+        fed = None if values["fed"] is None else _unpacked(values["fed"])
         others: Others | None = None
-        if values["places"] is not None:
-            fed = _placed(values["places"], values["runs"])
         if values["others"] is not None:
             others = {
                 name: (torch.Size(size), int(digest_of))
@@ -155,23 +154,16 @@ class Inputs:
         return (others if all(same) else ["tokens", *others]) if same else None
 
 
-def _runs(fed: torch.Tensor) -> list[list[int]]:
-    """Return the runs of consecutive tokens in consecutive places: first place, first token, length."""
-    places = np.flatnonzero(fed.numpy() >= 0)
-    tokens = fed.numpy()[places]
-    breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(tokens) != 1)) + 1
-    first = np.concatenate([[0], breaks])[: len(places)]
-    counts = np.diff(np.append(first, len(places)))
-    runs: list[list[int]] = np.stack([places[first], tokens[first], counts], axis=1).tolist()
-    return runs
+def _packed(fed: torch.Tensor) -> str:
+    """Return places as text: most steps from one place to the next are the same, and compress well."""
+    steps = np.diff(fed.numpy(), prepend=0).astype("<i8")
+    return base64.b64encode(zlib.compress(steps.tobytes())).decode()
 
 
-def _placed(places: int, runs: list[list[int]]) -> torch.Tensor:
-    """Return the token in each place, the reverse of `_runs`."""
-    fed = torch.full((places,), -1, dtype=torch.int64, device="cpu")
-    for place, token, count in runs:
-        fed[place : place + count] = torch.arange(token, token + count, device="cpu")
-    return fed
+def _unpacked(text: str) -> torch.Tensor:
+    """Return the places that `_packed` wrote."""
+    steps = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8")
+    return torch.from_numpy(steps.cumsum())
 
 
 def find_other_order(
@@ -250,8 +242,7 @@ def _positional(function: Callable[..., object]) -> tuple[str, ...]:
 def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
     """Return the arguments of a model's call by name.
 
-    Where none of them is the token ids and the first is a batch (a mapping or a dataclass), what that holds
-    takes its place.
+    Where none of them is the token ids and the first is a batch (a mapping), what that holds takes its place.
 
     >>> from npu_replay.routes.inputs import named
     >>> list(named([], {"batch": {"input_ids": torch.ones(1, 3)}, "step": 2}))
@@ -262,8 +253,6 @@ def named(args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | No
     call = {**dict(zip(names, args, strict=False)), **kwargs}
     if call and not any(isinstance(call.get(name), torch.Tensor) for name in _NAMES):
         name, batch = next(iter(call.items()))
-        if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
-            batch = {field_.name: getattr(batch, field_.name) for field_ in fields(batch)}
         if isinstance(batch, Mapping):
             del call[name]
             call = {str(key): value for key, value in batch.items()} | call

@@ -9,7 +9,7 @@ overlap of each token's routes with the choices of all other tokens (docs/dev/ov
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -78,8 +78,7 @@ class Misfit:
         first: the first of 64 rows, or of the rows that are moved; None for whole layers.
         got, least, chance: the overlap, its floor, and what chance gives there.
         shift: by how many rows they would have to be moved to fit; 0 for none.
-        there: the overlap that they would have then, or that of `fits`.
-        fits: the first of the layers, and the given column that fits its router well; None if none does.
+        there: the overlap that they would have then.
     """
 
     got: float
@@ -89,7 +88,6 @@ class Misfit:
     first: int | None = None
     shift: int = 0
     there: float = 0.0
-    fits: tuple[int, int] | None = None
 
 
 def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: bool = False) -> Misfit | None:
@@ -128,11 +126,6 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
         worst = low[(overlap - floor)[low].argmin()]
         columns = tuple(low.tolist())
         misfit = Misfit(float(overlap[worst]), float(floor[worst]), float(chance[worst]), layers=columns)
-        first = int(low[0])  # the layers before it have right ids, so its own choice is what it should be
-        columns_fit = _overlap_of_columns(rows, first)
-        column = int(columns_fit.argmax())
-        if column != first and columns_fit[column] > (1 + misfit.chance) / 2:
-            misfit = replace(misfit, fits=(first, column), there=float(columns_fit[column]))
     each = shares[:, before:].mean(axis=0)
     if misfit is None and len(each) >= RUN:  # the lowest of all runs of consecutive tokens
         sums = np.concatenate([[0.0], each.cumsum()])
@@ -150,15 +143,6 @@ def judge(rows: Judged, *, least: float | None = None, before: int = 0, moved: b
     # Wrong rows match a little better at almost every offset, so report a shift only if the match is good.
     mean = float(chance.mean())
     return find_shift(rows, before, (1 + mean) / 2 if misfit else mean, mean) or misfit
-
-
-def _overlap_of_columns(rows: Judged, layer: int) -> Array:
-    """Return how well each given column fits the own choice of one layer, in up to 256 rows: [layers]."""
-    some = slice(0, 4 * RUN)
-    columns = rows.given[some].transpose(1, 0, 2)
-    is_chosen = (columns[..., None] == rows.own[some, layer, None, :]).any(axis=3)
-    overlaps: Array = is_chosen.mean(axis=(1, 2))
-    return overlaps
 
 
 def _error_of_few(own: Array, hits: Array) -> float:

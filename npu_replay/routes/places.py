@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from npu_replay.errors import MicroBatchError, shown
-from npu_replay.routes.arguments import as_tensor, is_plain
+from npu_replay.routes.arguments import as_tensor
 from npu_replay.routes.checks import Array
 from npu_replay.routes.fingerprint import fingerprint
 from npu_replay.routes.host_copies import HostCopy
@@ -106,7 +106,7 @@ def read_batch(
         MicroBatchError: the arguments don't say which places hold which sequence, or contradict each other.
     """
     arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "cu_seqlens": bounds}
-    tensors = {name: _tensor(name, value) for name, value in arguments.items() if value is not None}
+    tensors = {name: as_tensor(value).detach() for name, value in arguments.items() if value is not None}
     # All copies leave before one is waited for.
     call = dict(zip(tensors, HostCopy(list(tensors.values())).read(), strict=True))
     for name, tensor in call.items():
@@ -172,21 +172,6 @@ def _are_of_images(positions: torch.Tensor | None) -> bool:
     if positions is None or positions.dim() != 3 or len(positions) != 3:
         return False
     return bool((positions[1:] != positions[0]).any())
-
-
-def _tensor(name: str, value: Any) -> torch.Tensor:
-    try:
-        tensor = as_tensor(value).detach()
-        if not is_plain(tensor):
-            raise TypeError("no plain tensor")
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise MicroBatchError(
-            f"{name} can't be read",
-            expected="a tensor or an array with a number for each token",
-            got=shown(value),
-            cause="sequences of several lengths in one list, or a nested tensor: pad or pack them",
-        ) from error
-    return tensor
 
 
 def _check_bounds(bounds: torch.Tensor, call: Mapping[str, torch.Tensor]) -> None:

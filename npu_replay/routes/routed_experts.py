@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from npu_replay.errors import InvalidRoutes, RouteFileError, whole_number
+from npu_replay.errors import InvalidRoutes
 from npu_replay.routes import arguments, checks
 from npu_replay.routes.arguments import IdArray, StageLabels
 from npu_replay.routes.atomic_file import plain_file, reader, write_whole
@@ -230,21 +230,18 @@ class RoutedExperts:
                 got=f"{index.dtype}, shape {tuple(index.shape)}" + (f", largest {largest}" if whole else ""),
                 cause="the routes of another sequence, or a layout made for other lengths",
             )
-        ids = self.ids
-        recorded = self.recorded
-        # All rows are negative then, and np.take below needs a row to read.
-        if not len(self):
-            ids, recorded = ids.new_zeros(1, *ids.shape[1:]), recorded.new_zeros(1)
+        ids = self.ids.numpy()
+        recorded = self.recorded.numpy()
+        if not len(self):  # all rows are negative then, and np.take needs a row to read
+            ids, recorded = np.zeros((1, *ids.shape[1:]), ids.dtype), np.zeros(1, np.bool_)
         # np.take copies whole rows at once; with mode="clip" a negative row reads row 0 and is blanked below.
         at = index.long().numpy()
-        taken = np.take(ids.numpy().reshape(len(ids), -1), at, axis=0, mode="clip")
-        rows_taken = torch.from_numpy(taken).view(len(index), *ids.shape[1:])
-        known = torch.from_numpy(np.take(recorded.numpy(), at, mode="clip"))
-        missing = index < 0
-        if bool(missing.any()):
-            rows_taken[missing] = 0
-            known &= ~missing
-        return self.with_rows(rows_taken, known)
+        missing = at < 0
+        taken = np.take(ids, at, axis=0, mode="clip")
+        taken[missing] = 0
+        known = np.take(recorded, at, mode="clip")
+        known[missing] = False
+        return self.with_rows(torch.from_numpy(taken), torch.from_numpy(known))
 
     @classmethod
     def concat(cls, parts: Sequence[RoutedExperts], layers: Sequence[int] | None = None) -> RoutedExperts:
@@ -286,7 +283,6 @@ class RoutedExperts:
         """Make the routes of a sample that has none: no row is recorded, and the router chooses for all."""
         labels = arguments.labels(layers)
         num_experts = arguments.num_experts(num_experts, topk)
-        tokens = whole_number(tokens, "number of tokens", least=0, most=checks.MAX_TOKENS, kind=InvalidRoutes)
         return cls(
             ids=torch.zeros(tokens, len(labels), topk, dtype=narrow_dtype(num_experts), device="cpu"),
             layers=labels,
@@ -423,7 +419,10 @@ class RoutedExperts:
         place = Path(path)
         cause = "it was cut short, damaged, or isn't a safetensors file"
         # The file is opened once: an overwrite meanwhile puts another file in its place, which isn't read.
-        with read_errors_as("this file can't be read as routes", cause, place), plain_file(place) as file:
+        with (
+            read_errors_as("this file can't be read as routes", cause, place),
+            plain_file(place) as file,
+        ):
             return cls.of_decoded(decode(*reader(file))).check_not_constant()
 
 
@@ -431,15 +430,6 @@ _OF_MICRO_BATCH = ("placement", "shown")
 
 
 def _unpickled(values: dict[str, Any]) -> RoutedExperts:
-    lacking = (
-        {field_.name for field_ in fields(RoutedExperts)} - values.keys() - {*_OF_MICRO_BATCH, "made_at"}
-    )
-    if lacking:
-        raise RouteFileError(
-            "this pickle is of another version of npu_replay",
-            expected="one version on all nodes",
-            got=f"routes without {sorted(lacking)}",
-        )
     arrays = {name: arguments.shared_tensor(values[name]) for name in ("ids", "recorded")}
     return RoutedExperts.of_checked(**values | arrays)
 

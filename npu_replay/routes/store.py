@@ -11,25 +11,23 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from npu_replay.errors import InvalidRoutes, RouteFileError, shown, whole_number
+from npu_replay.errors import InvalidRoutes, RouteFileError, whole_number
 from npu_replay.routes.atomic_file import plain_file, reader, write_whole
 from npu_replay.routes.checks import Array
-from npu_replay.routes.encoding import Header, Read, encode, read_errors_as
+from npu_replay.routes.encoding import Header, encode, read_errors_as
 from npu_replay.routes.fingerprint import SampleKey, as_token_ids, find_other_tokens, fingerprint
 from npu_replay.routes.mismatch import compare
 from npu_replay.routes.routed_experts import RoutedExperts
 
 SHARD_BYTES = 1 << 28
-SHARD_SAMPLES = 1 << 12
-"""The largest number of samples in a shard: its header can be read even with keys of 300 characters."""
 _ENDING = ".safetensors"
 _DAMAGED = (
     "something else, a file that was cut short, changed or taken away, or another version of npu_replay"
@@ -61,14 +59,13 @@ class RouteStore(Mapping[str, RoutedExperts]):
 
     def __init__(self, folder: str | os.PathLike[str], *, shard: str | None = None) -> None:
         self.folder = Path(folder)
-        self._headers: dict[Path, tuple[tuple[int, ...], Header]] = {}
-        self._pattern = f"{'*' if shard is None else glob.escape(shard)}{_ENDING}"
+        self._headers: dict[Path, Header] = {}
         self._samples: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._several: dict[str, Path] = {}
         """Maps a key that two shards have with different routes to the second shard."""
         self._of_tokens: dict[int, list[str]] = {}
         """Lists the keys that are fingerprints by their upper half, which identifies the tokens."""
-        for path in self._new_shards():
+        for path in sorted(self.folder.glob(f"{'*' if shard is None else glob.escape(shard)}{_ENDING}")):
             self._read_index(path)
         if not self._headers:
             raise RouteFileError(
@@ -79,15 +76,12 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 cause="another folder, or a job that ended before its first shard was full: close the writer",
             )
 
-    def _new_shards(self) -> list[Path]:
-        """Return the shards whose index hasn't been read."""
-        return sorted({*self.folder.glob(self._pattern)} - self._headers.keys())
-
     def _read_index(self, path: Path) -> None:
         """Read which samples a shard holds."""
         with read_errors_as("the shard can't be read", _DAMAGED, path), plain_file(path) as file:
-            samples = self._open(path, file)[0].samples
-        for key, known in samples.items():
+            header = Header.read(*reader(file))
+        self._headers[path] = header
+        for key, known in header.samples.items():
             _, first = self._samples.setdefault(key, (path, known))
             if first["digest"] != known["digest"]:
                 self._several[key] = path
@@ -117,7 +111,7 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return key in self._samples
 
     def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self._samples))  # `of` may find further samples
+        return iter(self._samples)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -135,10 +129,6 @@ class RouteStore(Mapping[str, RoutedExperts]):
         # The upper half of a fingerprint is the tokens', the lower the sample key's.
         mark = fingerprint(tokens, sample_key=sample_key)
         key = key_of(mark)
-        if key not in self:
-            for path in self._new_shards():
-                with suppress(RouteFileError):  # a file that came meanwhile may be anybody's
-                    self._read_index(path)
         same = self._of_tokens.get(mark >> 32, [])
         if sample_key is None and len(same) > 1:
             raise self._ambiguous(key, f"{len(same)} samples, {', '.join(same[:4])}")
@@ -148,8 +138,8 @@ class RouteStore(Mapping[str, RoutedExperts]):
                 where=str(self.folder),
                 expected=f"{key} ({len(tokens)} tokens)",
                 got=f"{len(self)} samples, of which {len(same)} have these tokens and another sample_key",
-                cause="another batch or sample_key than was recorded, text that was tokenised again, or a "
-                "writer that holds them back until flush()",
+                cause="another batch or sample_key than was recorded, text that was tokenised again, a "
+                "writer that holds them back until flush(), or a store that was opened before that",
             )
         routes = self._read(key, as_token_ids(tokens))
         if (other := find_other_tokens(len(routes), routes.fingerprint, len(tokens), mark)) is not None:
@@ -161,17 +151,14 @@ class RouteStore(Mapping[str, RoutedExperts]):
         return routes
 
     def _read(self, key: str, tokens: Array | None = None) -> RoutedExperts:
-        shard, known = self._samples[key]
+        shard, _ = self._samples[key]
         if key in self._several:
             raise self._ambiguous(key, f"other routes in {shard.name} and {self._several[key].name}")
         with (
             read_errors_as("the shard can't be read", _DAMAGED, f"{shard}, {key}"),
             plain_file(shard) as file,
         ):
-            header, read = self._open(shard, file)
-            values = header.arguments(read, key)
-            if header.samples[key] != known:  # the index was read from the shard before it
-                raise ValueError("the shard was replaced since the folder was opened")
+            values = self._headers[shard].arguments(reader(file)[0], key)
             return RoutedExperts.of_decoded(values).check_not_constant(tokens)
 
     def _ambiguous(self, key: str, got: str) -> RouteFileError:
@@ -183,25 +170,11 @@ class RouteStore(Mapping[str, RoutedExperts]):
             cause="the same question about other images, or one answer that two ranks sampled",
         )
 
-    def _open(self, shard: Path, file: BinaryIO) -> tuple[Header, Read]:
-        """Return the header of an open shard, and a function that reads its bytes."""
-        read, size = reader(file)
-        now = os.fstat(file.fileno())
-        # A shard may be replaced by another of its name, which has another inode, size or time.
-        stamp = now.st_ino, size, now.st_mtime_ns
-        if shard not in self._headers or self._headers[shard][0] != stamp:
-            self._headers[shard] = stamp, Header.read(read, size)
-        return self._headers[shard][1], read
-
 
 class RouteWriter(AbstractContextManager["RouteWriter"]):
     """Writes samples into a folder, a shard at a time. See `RouteStore.writer`."""
 
     def __init__(self, folder: Path, name: str, shard_bytes: int) -> None:
-        if not name or not name.isprintable() or Path(name).name != name:
-            raise RouteFileError(
-                "bad name of a writer", expected="a file name without folders", got=shown(name)
-            )
         self.folder = folder
         self.name = name
         self.shard_bytes = shard_bytes
@@ -224,9 +197,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 cause="an earlier job, or two ranks with one name: take another folder, or another name",
             )
 
-    def __repr__(self) -> str:
-        return f"RouteWriter({str(self.folder)!r}, {self.name!r}, {len(self._keys)} samples)"
-
     def add(self, routes: RoutedExperts, key: str | None = None, *, sample_key: SampleKey = None) -> None:
         """Write the routes of one sequence, under its fingerprint if no key is given.
 
@@ -244,8 +214,6 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 )
             routes = routes.of_sample(sample_key)
             key = key_of(routes.fingerprint or 0)
-        if not key:
-            raise self._error("bad key", "text", shown(key))
         if key in self._keys:
             raise self._error(
                 "the key is taken",
@@ -255,8 +223,8 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 "or one added twice",
             )
         model = routes.layers, routes.topk, routes.num_experts
-        # A shard holds one model's routes, in arrays of one width; its header is read as a whole.
-        if model != self._model or len(self._waiting) >= SHARD_SAMPLES:
+        # A shard holds one model's routes, in arrays of one width.
+        if model != self._model:
             self.flush()
             self._model = model
         self._keys.add(key)
@@ -280,13 +248,7 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self.flush()
-        except Exception as lost:
-            if error is None:
-                raise
-            # The error of the block is raised, not this one: it came first, and may have caused this one.
-            logger.error("[npu_replay] %s: the routes that were waiting are lost: %s", self.folder, lost)
+        self.flush()
 
     def _error(self, problem: str, expected: str, got: object, cause: str = "") -> RouteFileError:
         return RouteFileError(problem, where=str(self.folder), expected=expected, got=got, cause=cause)

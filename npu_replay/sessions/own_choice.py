@@ -284,8 +284,9 @@ def _error(
     """Return the error about rows of a micro-batch, of which `before` earlier ones lie in others."""
     expected = f"an overlap of {misfit.least:.2f} or more with the routers' own choice"
     cause = (
-        "routes of another sample or micro-batch; rows in another order (TokenLayout's order=, side=); an "
-        "engine that returned rows of an earlier request; other weights (optimizer steps since the rollout). "
+        "routes of another sample or micro-batch; rows in another order (TokenLayout's order=, side=), or "
+        "layers (reversed, or labels that are moved by some); an engine that returned rows of an earlier "
+        "request; other weights (optimizer steps since the rollout). "
         f"min_overlap= or {MIN_OVERLAP} sets what is expected, and 0 switches this check off"
     )
     if misfit.layers:
@@ -295,10 +296,6 @@ def _error(
         place = f"all {count} layers" if count == len(labels) > 1 else f"layer {named}{more}"
     else:
         place = tokens_of(routes, rows, (misfit.first or 0) - before)
-    if misfit.fits is not None:
-        layer, column = (labels[at] for at in misfit.fits)
-        expected = f"each layer's own ids: layer {layer} has {misfit.there:.2f} with those of layer {column}"
-        cause = f"layers in another order (reversed, or labels that are moved by some); {cause}"
     if misfit.shift:
         expected = f"rows in their places: moved by {misfit.shift:+} they overlap by {misfit.there:.2f}"
         cause = f"a row too many or too few before these, from padding or from another prompt; {cause}"

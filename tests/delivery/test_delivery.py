@@ -86,9 +86,10 @@ def test_layers_that_nobody_put(tmp_path: Path) -> None:
 
 
 def test_a_cut_that_does_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(ReplayError, match=r"no piece for some layers.*\[12\]"):
-        FileCarrier(tmp_path, cut=ParallelLayout(pp=2, decoder=DecoderLayers(12))).put(routes(0))
-    with pytest.raises(ReplayError, match="with decoder="):
+    shallow = FileCarrier(tmp_path, cut=ParallelLayout(pp=2, decoder=DecoderLayers(12))).put(routes(0))
+    with pytest.raises(InvalidRoutes, match=r"nobody put decoder layer 12 of this sample"):
+        delivery.fetch([shallow], layers=routes(0).layers)
+    with pytest.raises(ReplayError, match="doesn't know the model's decoder layers"):
         RayCarrier(cut=ParallelLayout(pp=2))
     with pytest.raises(ReplayError, match="layers a piece"):
         RayCarrier(cut=0)

@@ -102,7 +102,6 @@ HOLED = padded_call()["attention_mask"].index_put((torch.tensor(4), torch.tensor
             r"tell different sequences.* \[\(0, 35\)\], got \[\(0, 3\), \(3, 8\)",
         ),
         (packed_call(input_ids=torch.rand(1, 35)), "aren't the token ids of a batch.* whole numbers"),
-        (packed_call(input_ids=[[1, 2], [3]]), "input_ids can't be read.* pad or pack them"),
         (
             packed_call(parallel=ParallelLayout(cp=2)),
             r"a part of each sequence.*TokenLayout\.padded and \.packed",

@@ -6,7 +6,6 @@ tests/compat/megatron/test_parallel_state.py.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
 from collections.abc import Callable
@@ -43,7 +42,6 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ("moe_layer_freq.*Expected 4.*got 3", lambda: DecoderLayers(4, moe_layer_freq=[1, 1, 1])),
     ("moe_layer_freq.*got 0", lambda: DecoderLayers(4, moe_layer_freq=0)),
     ("pipeline layout.*Expected 4.*got 5", lambda: DecoderLayers(4, table=[[2], [3]])),
-    ("got.*-1", lambda: DecoderLayers(2, table=[[3], [-1]])),
     ("got -1", lambda: DecoderLayers(-1)),
     ("moe_layer_freq", lambda: DecoderLayers(4, [-3, 1, 1, 1])),
     ("moe_layer_freq", lambda: DecoderLayers(4, [2, 1, 1, 1])),
@@ -51,16 +49,16 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     # a pipeline that they don't fit
     ("Expected 2 x 2", lambda: DecoderLayers(4, table=[[2, 2]]).stage(2, 2, 0, 0)),
     ("Expected 2 x 2", lambda: DecoderLayers(4, table=[[1, 1], [2]]).stage(2, 2, 0, 0)),
-    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, embedding_counts=True).stage(2, 1, 0, 0)),
-    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, loss_counts=True).stage(2, 1, 0, 0)),
     (r"no such stage.*got \(2, 0\)", lambda: DecoderLayers(8).stage(2, 2, 2, 0)),
     (r"no such stage.*got \(0, -1\)", lambda: DecoderLayers(8).stage(2, 2, 0, -1)),
     *(
         ("virtual stages.*multiple of 2, got 3", lambda end=end: DecoderLayers(7, **end).stage(2, 2, 0, 0))
         for end in ({"first_stage": 3}, {"last_stage": 3})
     ),
-    ("the one stage has all", lambda: DecoderLayers(4, first_stage=3).stage(1, 1, 0, 0)),
-    ("the one stage has all", lambda: DecoderLayers(4, last_stage=1).stage(1, 1, 0, 0)),
+    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, embedding_counts=True).stage(2, 1, 0, 0)),
+    ("uneven.*loss", lambda: DecoderLayers(5, first_stage=1, loss_counts=True).stage(2, 1, 0, 0)),
+    ("leave layers over", lambda: DecoderLayers(4, first_stage=3).stage(1, 1, 0, 0)),
+    ("leave layers over", lambda: DecoderLayers(4, last_stage=1).stage(1, 1, 0, 0)),
     # a layout
     *(
         ("doesn't know the model's decoder layers", lambda ask=ask: getattr(ParallelLayout(), ask))
@@ -109,7 +107,6 @@ def test_numbers_may_be_numpys() -> None:
 def test_process_groups_stay_in_their_process_where_a_copy_keeps_them() -> None:
     here = ParallelLayout(tp=2, tp_rank=1, groups=(object(),))
     assert pickle.loads(pickle.dumps(here)) == ParallelLayout(tp=2, tp_rank=1)
-    assert copy.copy(here).groups == copy.deepcopy(here).groups == here.groups
 
 
 # The pattern of Megatron's HybridModel: its k-th E has the routes of the k-th MoE layer of a config

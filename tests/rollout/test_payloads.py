@@ -1,19 +1,17 @@
-"""Arrays of somebody else's: sizes are checked before memory is taken, and no pickle is ever run."""
+"""Arrays of somebody else's: what holds no integers is refused, and no pickle is ever run."""
 
 from __future__ import annotations
 
-import base64
 import io
 import struct
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from npu_replay.errors import InvalidRoutes
-from npu_replay.rollout.payloads import from_base64, from_lists, from_npy
+from npu_replay.rollout.payloads import from_lists, from_npy
 from npu_replay.rollout.release_rules import Fault, Source, Symptom
 
 SOURCE = Source(
@@ -23,9 +21,6 @@ SOURCE = Source(
     field="rows",
     faults=(Fault(symptom=Symptom.UNREADABLE, cause="an old encoder"),),
 )
-MOST = 1 << 20
-SHAPE_MOST = (100, 10, 8)
-TOO_MANY = Symptom.TOO_MANY_ROWS
 
 
 def npy(array: Any, version: tuple[int, int] | None = None) -> bytes:
@@ -64,39 +59,9 @@ def test_an_npy_of_integers_is_read(order: Any, version: tuple[int, int]) -> Non
     for dtype in ("u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2", "i1"):
         for rows in (5, 0):
             array = np.arange(rows * 12).reshape(rows, 3, 4).astype(dtype, order=order)
-            found = from_npy(npy(array, version), source=SOURCE, most=MOST)
+            found = from_npy(npy(array, version), source=SOURCE)
             assert found.dtype == array.dtype
             assert np.array_equal(found, array)
-
-
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_an_npy_is_not_copied(kind: Callable[[bytes], Any]) -> None:
-    data = kind(npy(np.zeros((1000, 10, 8), np.uint8)))
-    assert np.shares_memory(from_npy(data, source=SOURCE, most=80_000), np.frombuffer(data, np.uint8))
-
-
-@pytest.fixture
-def memory() -> Iterator[Callable[[], int]]:
-    """How many bytes are taken now."""
-    tracemalloc.start()
-    yield lambda: tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-
-
-def test_sizes_are_checked_before_memory_is_taken(memory: Callable[[], int]) -> None:
-    shapes = f"({2**23}, 61, 8)", f"({2**40}, 61, 8)", f"({2**62}, 0, 8)", "(-1, 3, 2)", "(True, 1, 1)"
-    data = [raw(claims(shape, "'<i8'"), b"abc") for shape in (*shapes, "(1, 1)", "(" + "1, " * 65 + ")")]
-    text = base64.b64encode(bytes(3_000_000)).decode()
-    lists = [[[1] * 8] * 10] * 1_000_000
-    refused(lambda: from_npy(b"", source=SOURCE, most=24))  # the first error keeps the address of a page
-    tracemalloc.clear_traces()
-    for number, one in enumerate(data):
-        refused(lambda: from_npy(one, source=SOURCE, most=MOST), TOO_MANY if number == 0 else Symptom.SHAPE)  # noqa: B023
-    assert refused(lambda: from_base64(text, source=SOURCE, most=1_000_000), TOO_MANY).got == "some 3000000"
-    refused(lambda: from_lists(lists, source=SOURCE, most=SHAPE_MOST))
-    assert memory() < 100_000
-    from_base64(text, source=SOURCE, most=3_000_000)
-    assert memory() < 3_200_000
 
 
 GOOD = claims("(1, 1, 1)")
@@ -107,7 +72,7 @@ GOOD = claims("(1, 1, 1)")
     [
         *(b"", b"\x93NUMPY\x01\x00\xff", b"PK\x03\x04" + bytes(60), b"\x80\x04K\x01."),
         *(npy(np.zeros((2, 1, 1), dtype)) for dtype in ("f4", "?", "U3", "M8[s]", "i4,i4", "O")),
-        *(raw(GOOD, b"\x01", version) for version in (3, 9)),
+        raw(GOOD, b"\x01", 9),
         *(
             raw(header, b"\x01")
             for header in (
@@ -115,7 +80,6 @@ GOOD = claims("(1, 1, 1)")
                 "__import__('os').mkdir('/tmp/never')",
                 *(claims("(1, 1, 1)", descr) for descr in ("('<i4',)", "None", "'|u3'")),
                 *(claims(shape) for shape in ("[1, 1, 1]", "(1, 1, 'a')", "(" + "9" * 5000 + ", 1, 1)")),
-                GOOD + " " * 5000,
                 GOOD.replace("False", "7"),
             )
         ),
@@ -125,7 +89,8 @@ GOOD = claims("(1, 1, 1)")
 )
 @pytest.mark.filterwarnings("error")
 def test_what_is_no_npy_of_integers_is_refused(data: Any) -> None:
-    refused(lambda: from_npy(data, source=SOURCE, most=MOST))
+    with pytest.raises(InvalidRoutes, match=r"Engine 1\.2, request 3, rows: this isn't an "):
+        from_npy(data, source=SOURCE)
 
 
 # base64 and nested lists
@@ -141,11 +106,10 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, "AAAA", {"data": [[[1]]]}, [1], [[[]]], [[[[1]]]], [[[1.0]]], [[[True]]], [[["1"]]]),
-        *([[[2**63]]], [[[10**400]]], [[[np.int64(1)]]], [[[1, 2]], [[1]]], [[[1]], []], [[[1]], "a"]),
-        *([np.ones((1, 1), int)], nested(100_000), [[nested(5000)]]),
+        *([1], [[[]]], [[[[1]]]], [[[1.0]]], [[[1, 2.0]]], [[[True]]], [[["1"]]], [[[None]]], [[[10**400]]]),
+        *([[[1, 2]], [[1]]], [[[1]], []], [[[1]], "a"], nested(5000)),
     ],
     ids=lambda value: str(type(value)),
 )
 def test_what_is_no_array_in_lists_is_refused(value: Any) -> None:
-    refused(lambda: from_lists(value, source=SOURCE, most=SHAPE_MOST))
+    refused(lambda: from_lists(value, source=SOURCE))

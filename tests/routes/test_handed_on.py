@@ -24,7 +24,6 @@ from npu_replay import (
 )
 from npu_replay.compat.verl.batch_routes import RoutesByKey
 from npu_replay.parallel.merge import Block, Union, side_by_side
-from npu_replay.routes import encoding
 from npu_replay.routes.inputs import Inputs
 from npu_replay.routes.routed_experts import Placement
 from npu_replay.routes.store import RoutesByTokens
@@ -179,7 +178,6 @@ def test_saved_and_loaded_tokens_that_only_the_layout_knows_are_not_counted(form
 def test_tokens_images_and_the_order_of_rows_are_in_them(form: str) -> None:
     """Another micro-batch's are refused by these: test_inputs.py."""
     first = recorded()
-    assert encoding.WITH_MICRO_BATCH.encode() in first.to_bytes(), "an earlier release refuses it"
     assert WAYS[form](first).placement.inputs.described() == first.placement.inputs.described()
     digests = {"pixel_values": (torch.Size([2, 3]), 5), "grid\n": (torch.Size([]), 0)}
     known = first.with_known(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,21 +93,13 @@ def padded(tokens: list[torch.Tensor], side: str = "right") -> torch.Tensor:
 # R2
 
 
-@dataclass
-class Batch:
-    """What a loader of somebody's own gives."""
-
-    step: int
-    input_ids: torch.Tensor
-
-
 class Named(Embedded):
     """Takes ids by another name, or a batch with ids in it."""
 
     def forward(self, batch: Any = None, tokens: Any = None) -> torch.Tensor:
         if isinstance(batch, dict):
             batch = next(iter(batch.values()))
-        return super().forward(tokens if batch is None else getattr(batch, "input_ids", batch))
+        return super().forward(tokens if batch is None else batch)
 
 
 CALLS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
@@ -116,7 +107,6 @@ CALLS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "tokens": lambda model, ids: model(tokens=ids),
     "a dict": lambda model, ids: model({"input_ids": ids}),
     "a dict by its name": lambda model, ids: model(batch={"tokens": ids}),
-    "a dataclass": lambda model, ids: model(Batch(0, ids)),
 }
 
 
@@ -133,10 +123,7 @@ def test_swapped_micro_batches_of_a_record_are_an_error(how: str) -> None:
     first, second, third = batches()
     with npu_replay.replay(model, recording.routes * 2):  # epochs take the same routes again
         calls([first, second, third] * 2)
-    message = (
-        r"(?s)micro-batch 1: .*other tokens.*got those of the routes of micro-batch 2"
-        r".*first:\n- [^\n]* was left out"  # all have one shape, so the number of rows doesn't tell it
-    )
+    message = r"(?s)micro-batch 1: .*other tokens.*got those of the routes of micro-batch 2.* was left out"
     with pytest.raises(MicroBatchError, match=message), npu_replay.replay(model, recording.routes):
         calls([first, third, second])
     assert hooks(model) == 0

@@ -314,17 +314,6 @@ def test_t32_wrong_rows_name_the_release_that_makes_them(
         from_vllm(output, model, version=version, vllm_ascend=vllm_ascend)
 
 
-def test_t32_zeros_where_nothing_is_captured_are_refused_even_with_one_expert_a_token() -> None:
-    """There a row of zeros may be right, so only the release tells."""
-    one_each = RoutedModel(layers=(0, 1), num_layers=2, num_experts=64, topk=1)
-    output = broken("0.22.0", one_each, zero, prompt=8, output=8)
-    from_vllm(output, one_each, version="0.23.0", vllm_ascend="0.23.0")
-    with refused("zeros", "vllm-ascend#16314"):
-        from_vllm(output, one_each, version="0.26.0", vllm_ascend="0.26.0rc1")
-    with refused("vLLM 0.29.0+cpu", "zeros", "on a CPU"):
-        from_vllm(output, one_each, version="0.29.0+cpu")
-
-
 # ---- weight versions and releases
 
 
