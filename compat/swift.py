@@ -109,7 +109,7 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
         call: what the model will be called with, padded or packed.
 
     Raises:
-        InvalidRoutes: another number of rows than tokens, or other layers than the first sample's.
+        InvalidRoutes: another number of rows than tokens.
         MicroBatchError: the call doesn't tell its sequences, or has fewer.
     """
     places = Places.of(call)
@@ -125,12 +125,5 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
         wrong_length = find_other_length(len(rows), end - first)
         if wrong_length is not None:
             raise wrong_length.error(InvalidRoutes, where)
-        if rows.shape[1:] != out.shape[1:]:
-            raise InvalidRoutes(
-                "a sample has routes of another shape than the first",
-                where=where,
-                expected=list(out.shape[1:]),
-                got=list(rows.shape[1:]),
-            )
         out[first : first + len(rows)] = rows
     return out.view(*places.real.shape, *out.shape[1:]).to(call["input_ids"].device)

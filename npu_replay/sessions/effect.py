@@ -55,8 +55,9 @@ _CHANGED_IN_BLOCK = (
 )
 _PAST_CALL = (
     "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
-    "and compile before the block), another path to the experts than the router's __call__, or a layer that "
-    "this forward skipped"
+    "and compile before the block), a kernel that routes without the router (load a model of transformers "
+    "without use_kernels=True, and MXFP4 weights with quantization_config=Mxfp4Config(dequantize=True)), "
+    "another path to the experts than the router's __call__, or a layer that this forward skipped"
 )
 _NO_TOPK = (
     "a fused router kernel, a selection without torch.topk (a hash, a kernel; or somebody has replaced "
@@ -311,7 +312,7 @@ def _shows(shown: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Te
 
 def not_called(router: Router, number: int) -> ReplayError:
     """Return the error for a router that a forward has left out."""
-    return _error(router, number, "the router was not called", router.skipped or _PAST_CALL)
+    return _error(router, number, "the router was not called", _PAST_CALL)
 
 
 def _error(router: Router, number: int, problem: str, cause: str, *, again: bool = False) -> ReplayError:
