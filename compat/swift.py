@@ -76,10 +76,8 @@ def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:
             logger.info("[npu_replay] %s on %d routers, with ms-swift's trainer", mode, routers)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            figures = self.following.metrics()
             self.following.close()
             _chosen.pop(self, None)
-            logger.info("[npu_replay] %s has ended: %s", mode, figures)
 
     callback = Replay(args, trainer)
     _chosen[callback] = mode

@@ -11,9 +11,8 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -324,7 +323,7 @@ def _is_router(module: nn.Module) -> bool:
 
 @functools.cache
 def _calls_topk(kind: type) -> bool:
-    """Return whether a method of this class or its bases names a top-k, also inside decorators."""
+    """Return whether a method of this class or its bases names a top-k, also behind decorators."""
     # This only decides whether to refuse at once or after the first forward: a false yes does no harm.
     return any(
         "topk" in name
@@ -332,15 +331,8 @@ def _calls_topk(kind: type) -> bool:
         if base.__module__.startswith(_PACKAGES)
         for value in vars(base).values()
         if inspect.isfunction(value)
-        for name in _names(inspect.unwrap(value).__code__)
+        for name in inspect.unwrap(value).__code__.co_names
     )
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _topk(module: nn.Module | None) -> int | None:

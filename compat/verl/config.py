@@ -112,20 +112,19 @@ def check_actor(config: Any, *, legacy: bool = False) -> str:
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
-    """Yield keys that are nearly router_replay or one of its own: a line with + adds any name."""
-    for section in [(), *((engine,) for engine in _ENGINES)]:
-        for path, known in ((section, (_MODE,)), ((*section, _MODE), ReplaySettings._fields)):
-            section_there = setting(config, "actor", *path)
-            is_mapping = isinstance(section_there, Mapping)
-            for name in map(str, section_there if is_mapping else getattr(section_there, "__dict__", ())):
-                if name not in known and (meant := difflib.get_close_matches(name, known, 1, 0.75)):
-                    where = ".".join((ROOT, "actor", *path))
-                    yield refused(
-                        f"{where}.{name} is set, and nothing reads it",
-                        expected=f"{where}.{meant[0]}",
-                        got=name,
-                        cause="a slip of the pen; a line that begins with + adds any name to the config",
-                    )
+    """Yield keys that are nearly router_replay: a line with + adds any name."""
+    for path in [("actor",), *(("actor", engine) for engine in _ENGINES)]:
+        section = setting(config, *path)
+        names = section if isinstance(section, Mapping) else getattr(section, "__dict__", ())
+        for name in map(str, names):
+            if name != _MODE and difflib.get_close_matches(name, [_MODE], 1, 0.75):
+                where = ".".join((ROOT, *path))
+                yield refused(
+                    f"{where}.{name} is set, and nothing reads it",
+                    expected=f"{where}.{_MODE}",
+                    got=name,
+                    cause="a slip of the pen; a line that begins with + adds any name to the config",
+                )
 
 
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
@@ -134,34 +133,27 @@ def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Ite
     for place in _sections(config):
         section = setting(config, *place)
         asked = ReplaySettings.of(section).mode
-        if not (section is None or isinstance(section, Mapping) or hasattr(section, "mode")):
+        has_mode = "mode" in section if isinstance(section, Mapping) else hasattr(section, "mode")
+        if section is not None and not has_mode:
             name = ".".join((ROOT, *place))
             yield refused(
-                f"{name} is a value and no section, so it sets no mode",
+                f"{name} sets no mode",
                 expected=f"{name}.mode=R2 (or R3)",
                 got=f"{name}={section}",
-                cause="the line lacks .mode",
+                cause="the line lacks .mode, or misspells it",
             )
         if place == key or asked in (OFF, mode):
             continue
         if key is None:
-            expected = "strategy megatron, fsdp or fsdp2, in a release and with workers that replay"
-            got = f"strategy {strategy}"
-            cause = (
-                "the lines of another strategy's recipe. Take this one out, or train with a strategy that "
-                "replays (fsdp_turbo cuts its batches in a way of its own; verl 0.7.0 replays in its legacy "
-                "workers alone)"
-            )
-            if strategy in FSDP:
-                line = f"+{_dotted(_FSDP_KEY)}={asked}"
-                expected = f"engine workers: {_NO_LEGACY} (verl 0.7.1 on), and {line}"
-                got, cause = f"{got} with workers that drop routes", "0.7's default are its legacy workers"
             yield refused(
                 f"{_dotted(place)}={asked} is set, and nothing reads it: these workers know no replay "
                 f"for actor.strategy={strategy}",
-                expected=expected,
-                got=got,
-                cause=cause,
+                expected=f"strategy megatron; or fsdp or fsdp2, engine workers ({_NO_LEGACY} in 0.7), and "
+                f"+{_dotted(_FSDP_KEY)}={asked}",
+                got=f"strategy {strategy}",
+                cause="0.7's default workers, which drop routes on FSDP; or the lines of another strategy's "
+                "recipe. Take this one out, or train with a strategy that replays (fsdp_turbo cuts its "
+                "batches in a way of its own; verl 0.7.0 replays in its legacy workers alone)",
             )
         else:
             yield refused(
@@ -217,8 +209,8 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
         return
     sent = bool(setting(config, "rollout", FLAG))
-    files = ReplaySettings.of(setting(config, *key))._asdict()
-    if mode == "R3" and not sent and not files["replay_file"]:
+    settings = ReplaySettings.of(setting(config, *key))
+    if mode == "R3" and not sent and not settings.replay_file:
         yield refused(
             f"{where}=R3 needs the rollout's routes, and the rollout isn't asked for them",
             expected=f"{flag}=True",
@@ -235,19 +227,17 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
     if mode == "R3" and sent:
         yield from _engine_without_routes(config)
     legacy = key == _LEGACY_KEY
-    here = where.removesuffix(".mode")
-    asked = {f"{here}.{file}": files[file] for file in ("record_file", "replay_file")}
-    asked[environment.DELIVERY] = environment.read(environment.DELIVERY)
-    if legacy and any(asked.values()):
+    unread = (settings.record_file, settings.replay_file, environment.read(environment.DELIVERY))
+    if legacy and any(unread):
         yield refused(
             "these workers don't write or read routes, nor keep any out of the batch",
-            expected=f"no {', '.join(asked)}, or engine workers",
-            got={name: value for name, value in asked.items() if value},
+            expected=f"no record_file, replay_file or {environment.DELIVERY}; or engine workers",
+            got=", ".join(filter(None, unread)),
             cause="0.7's legacy workers; trainer.use_legacy_worker_impl=disable takes the others",
         )
-    elif asked[f"{here}.replay_file"] and mode != "R3":
+    elif settings.replay_file and mode != "R3":
         yield refused(
-            f"{where}={mode} records anew, and {here}.replay_file asks for a replay",
+            f"{where}={mode} records anew, and replay_file asks for a replay",
             expected=f"{where}=R3",
             got=mode,
             cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",

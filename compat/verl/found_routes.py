@@ -7,7 +7,6 @@ the routers' own choice on all; what is wrong with ids in the batch, each rank f
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -21,8 +20,6 @@ from npu_replay.environment import DELIVERY
 from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel.rank_failures import gathered
 from npu_replay.routers import find, labels_of
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,12 +63,9 @@ def _received(engine: Any, data: Any) -> Delivery:
 
 
 def _staying(engine: Any, data: Any) -> Delivery:
-    if not by_reference():  # batches carry ids
-        return Delivery()
-    if setting(engine.engine.engine_config, "dynamic_context_parallel"):
-        if not engine.met:
-            logger.warning("[npu_replay] under dynamic_context_parallel %s has no effect in R2", DELIVERY)
-        return Delivery()
+    # Under dynamic context parallelism the ranks of a sample differ between its passes.
+    if not by_reference() or setting(engine.engine.engine_config, "dynamic_context_parallel"):
+        return Delivery()  # batches carry ids
     _hold(engine, by_reference=True)
     keys = [key for key in keys_in(data.get(ROUTES, None)) if key] if engine.routes.layers else []
     return Delivery(stays=True, lacking=engine.routes.lacking(keys))

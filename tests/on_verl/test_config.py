@@ -177,6 +177,7 @@ R2 = {"key": "R2"}
 R3 = {"key": "R3", "flag": True}
 REF = FSDP.replace("actor.", "ref.")
 SLIP = "nothing reads it. Expected actor_rollout_ref.*"
+BY_RAY = {"NPU_REPLAY_DELIVERY": "ray"}
 UNREAD = r"these workers don't write or read routes.*use_legacy"
 SETTINGS = [
     Row({"ignored": "R3"}, r"{ignored}=R3 is set, and these workers don't read it. Expected {key}=R3"),
@@ -192,7 +193,7 @@ SETTINGS = [
         Row({f"{place}.router_replay.mode": "R2"}, rf"{place}\.router_replay\.mode=R2 is set, and")
         for place in (ROOT, ROLLOUT, f"{ROOT}.model", f"{ACTOR}.engine", f"{ACTOR}.fsdp2_config")
     ),
-    Row({f"{ROLLOUT}.router_replay": "R3"}, rf"{ROLLOUT}\.router_replay is a value and no section"),
+    Row({f"{ROLLOUT}.router_replay": "R3"}, rf"{ROLLOUT}\.router_replay sets no mode"),
     Row({**R2, "flag": True}, "R2 records its own.*Expected {flag}=False, got {flag}=True"),  # T4, T20
     Row({**R2, "unpadded": False}, "needs packed sequences. Expected {unpadded}=True", ("legacy",)),
     Row({**R2, "unpadded": False}, None, ("engine",)),  # a micro-batch of several is refused in its pass
@@ -207,24 +208,24 @@ SETTINGS = [
         "R2 records anew, and .*replay_file asks for a replay",
         ("engine", "fsdp2"),
     ),
-    Row(R2, "nor keep any out of the batch.*'ray'", ("legacy",), environment={"NPU_REPLAY_DELIVERY": "ray"}),
-    Row(R2, None, ("engine",), environment={"NPU_REPLAY_DELIVERY": "ray"}),
+    Row(R2, "nor keep any out of the batch.*got ray", ("legacy",), environment=BY_RAY),
+    Row(R2, None, ("engine",), environment=BY_RAY),
     Row({REF: "R2"}, rf"\.ref\.fsdp_config.*Expected {FSDP}=R2", ("fsdp2",)),
     Row({**R2, REF: "R2"}, None, ("fsdp2",)),
     # A slip in a key is an error, and not silence.
+    Row({FSDP.replace("mode", "moed"): "R2"}, "router_replay sets no mode", ("fsdp2",)),
     *(
         Row({FSDP.replace(right, wrong): "R2"}, f"{SLIP}{meant}, got", ("fsdp2",))
         for right, wrong, meant in (
             ("router_replay", "router_replya", "fsdp_config.router_replay"),
             ("router_replay", "routing_replay", "fsdp_config.router_replay"),
-            ("mode", "moed", "fsdp_config.router_replay.mode"),
             ("fsdp_config.router_replay", "router_reply", "actor.router_replay"),
         )
     ),
     *(
         Row(
             {f"{ACTOR}.{section}router_replay": "R2"},
-            rf"no section.*Expected {ACTOR}.{section}router_replay.mode=R2 .*got {ACTOR}.{section}router_rep",
+            rf"no mode.*Expected {ACTOR}.{section}router_replay.mode=R2 .*got {ACTOR}.{section}router_rep",
             (kind,),
         )
         for section, kind in (
