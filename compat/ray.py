@@ -26,7 +26,7 @@ class RayCarrier:
             all its virtual stages; or the number of layers of a piece.
 
     Raises:
-        ReplayError: Ray isn't installed, or not started in this process.
+        ReplayError: Ray isn't started in this process.
     """
 
     def __init__(self, *, cut: Any = LAYERS_A_PIECE) -> None:
@@ -116,16 +116,9 @@ def _one(ray: Any, ref: Any, ready: bool) -> RoutedExperts | Exception:
 
 
 def _ray(what: str) -> Any:
-    """Return Ray's module, if it is installed and started; else raise a ReplayError."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ReplayError(
-            f"there is no Ray to {what}",
-            expected="ray, installed",
-            got=str(error),
-            cause="another environment",
-        ) from error
+    """Return Ray's module; raise a ReplayError unless Ray is started in this process."""
+    import ray
+
     ReplayError.unless(
         ray.is_initialized(),
         f"there is no Ray to {what}",

@@ -76,10 +76,8 @@ def _callback(mode: Literal["R2", "R3"], args: Any, trainer: Any) -> Any:
             logger.info("[npu_replay] %s on %d routers, with ms-swift's trainer", mode, routers)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            figures = self.following.metrics()
             self.following.close()
             _chosen.pop(self, None)
-            logger.info("[npu_replay] %s has ended: %s", mode, figures)
 
     callback = Replay(args, trainer)
     _chosen[callback] = mode
@@ -109,7 +107,7 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
         call: what the model will be called with, padded or packed.
 
     Raises:
-        InvalidRoutes: another number of rows than tokens, or other layers than the first sample's.
+        InvalidRoutes: another number of rows than tokens.
         MicroBatchError: the call doesn't tell its sequences, or has fewer.
     """
     places = Places.of(call)
@@ -125,12 +123,5 @@ def laid_out(routes: Sequence[Any], call: Mapping[str, Any]) -> torch.Tensor:
         wrong_length = find_other_length(len(rows), end - first)
         if wrong_length is not None:
             raise wrong_length.error(InvalidRoutes, where)
-        if rows.shape[1:] != out.shape[1:]:
-            raise InvalidRoutes(
-                "a sample has routes of another shape than the first",
-                where=where,
-                expected=list(out.shape[1:]),
-                got=list(rows.shape[1:]),
-            )
         out[first : first + len(rows)] = rows
     return out.view(*places.real.shape, *out.shape[1:]).to(call["input_ids"].device)

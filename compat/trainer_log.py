@@ -2,35 +2,25 @@
 
 Asks:     when it is called, transformers' TrainerCallback and the trainer's list of callbacks.
 Changes:  that list, of this one trainer.
-Undone:   by the handle's `remove()`.
+Undone:   by `trainer.remove_callback` of what it returns.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from npu_replay.sessions.session import Session
 
 
-class Logging(NamedTuple):
-    """Holds a callback that is among a trainer's; `remove` takes it out."""
-
-    callbacks: list[Any]
-    callback: Any
-
-    def remove(self) -> None:
-        if self.callback in self.callbacks:
-            self.callbacks.remove(self.callback)
-
-
-def log_metrics(trainer: Any, session: Session) -> Logging:
+def log_metrics(trainer: Any, session: Session) -> Any:
     """Log the metrics of an open block as npu_replay/*, with each log of a trainer.
 
         with npu_replay.follow(trainer.model) as following:
             npu_replay.compat.trainer_log.log_metrics(trainer, following)
             trainer.train()
 
-    They are in `trainer.state.log_history`, and go to whatever the trainer reports to.
+    They are in `trainer.state.log_history`, and go to whatever the trainer reports to. The callback that adds
+    them is returned: `trainer.remove_callback` takes it out.
 
     Args:
         trainer: a Trainer of transformers or TRL.
@@ -50,4 +40,4 @@ def log_metrics(trainer: Any, session: Session) -> Logging:
 
     callback = ReplayMetrics()
     callbacks.insert(0, callback)  # reporters see what the callbacks before them have added
-    return Logging(callbacks, callback)
+    return callback

@@ -11,9 +11,8 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import CodeType
 from typing import Any
 
 import torch
@@ -188,11 +187,9 @@ def _router(
 
 
 def _placed(chunk: ModuleTree, configs: Mapping[str, Any], router: Router) -> Router:
-    """Add the model's depth, a pipeline stage's layer number, and why a block may not call its router."""
+    """Add the model's depth, and the layer number of a pipeline stage."""
     depth = _depth(configs, router.path)
-    return replace(
-        router, depth=depth, layer=_numbered(chunk, router, depth), skipped=_skipped(chunk, router)
-    )
+    return replace(router, depth=depth, layer=_numbered(chunk, router, depth))
 
 
 def _depth(configs: Mapping[str, Any], path: str) -> int:
@@ -232,19 +229,6 @@ def _numbered(chunk: ModuleTree, router: Router, depth: int) -> int | None:
             cause="layers that were put together by hand, or a list that counts the layers anew",
         )
     return numbers[0]
-
-
-def _skipped(chunk: ModuleTree, router: Router) -> str:
-    """Return why the block around a router may not call it: its forward isn't of the model's own code."""
-    block = chunk.model.get_submodule(router.path.rpartition(".")[0])
-    forward = inspect.unwrap(block.forward)
-    if getattr(forward, "__module__", "").startswith(_PACKAGES):
-        return ""
-    return (
-        f"{type(block).__name__} runs a kernel, or other code than its model's, that routes without the "
-        "router: load the model without use_kernels=True, and MXFP4 weights (GPT-OSS) with "
-        "quantization_config=Mxfp4Config(dequantize=True)"
-    )
 
 
 def _block(module: nn.Module, kind: type, path: str) -> Router:
@@ -292,7 +276,7 @@ def _shows(output: object, *, name: str, experts: int, topk: int) -> torch.Tenso
         f"{name} can't be replayed: its output doesn't show which experts it chose",
         expected=f"an integer tensor [rows, {topk}] in the output, or scores "
         f"[rows, {experts}] that are zero but for the chosen experts",
-        got=_describe(output),
+        got=", ".join(f"{value.dtype} {list(value.shape)}" for value in tensors) or described(type(output)),
         cause="transformers 4's version of this router (upgrade to 5), or a model family that npu_replay "
         "doesn't know yet (docs/models.md lists those it does)",
     )
@@ -336,7 +320,7 @@ def _is_router(module: nn.Module) -> bool:
 
 @functools.cache
 def _calls_topk(kind: type) -> bool:
-    """Return whether a method of this class or its bases names a top-k, also inside decorators."""
+    """Return whether a method of this class or its bases names a top-k, also behind decorators."""
     # This only decides whether to refuse at once or after the first forward: a false yes does no harm.
     return any(
         "topk" in name
@@ -344,15 +328,8 @@ def _calls_topk(kind: type) -> bool:
         if base.__module__.startswith(_PACKAGES)
         for value in vars(base).values()
         if inspect.isfunction(value)
-        for name in _names(inspect.unwrap(value).__code__)
+        for name in inspect.unwrap(value).__code__.co_names
     )
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _topk(module: nn.Module | None) -> int | None:
@@ -381,11 +358,3 @@ def _own(owner: Any, *names: str) -> int | None:
     return next(
         (number for number in values if isinstance(number, int) and not isinstance(number, bool)), None
     )
-
-
-def _describe(output: object) -> str:
-    if isinstance(output, torch.Tensor):
-        return f"{str(output.dtype).removeprefix('torch.')} {list(output.shape)}"
-    if isinstance(output, tuple):
-        return ", ".join(_describe(value) for value in output)
-    return type(output).__name__

@@ -77,7 +77,6 @@ class Router:
         aux_losses: None if it has none.
         row_order: the order of its rows from [batch, sequence]: "sequence" (s*b), "batch" (b*s), or None.
         bypass: why its top-k might never run, as the cause of an error; empty if nothing is known.
-        skipped: why a forward might not call it, as the cause of an error; empty if nothing is known.
         path: its place in the model, filled in by `find`.
         depth: the number of decoder layers of the whole model, over all stages; 0 if it isn't known.
         whole: the labels of all routers of the model, on any stage, where its layers are counted otherwise
@@ -98,7 +97,6 @@ class Router:
     aux_losses: AuxLosses | None = None
     row_order: str | None = None
     bypass: str = ""
-    skipped: str = ""
     path: str = ""
     depth: int = 0
     whole: tuple[int, ...] = ()

@@ -29,7 +29,6 @@ from npu_replay.compat.megatron_backports.router_replay import (
 )
 from npu_replay.compat.patching import import_hook, known_names
 from npu_replay.compat.patching.patches import Change, Patches
-from npu_replay.errors import RouterError
 
 FAMILY = ("slime", "vime", "miles")
 _ENABLED = "ENABLE_ROUTING_REPLAY"
@@ -137,19 +136,9 @@ class StagedReplay(MegatronRouterReplay):
 
     @property
     def router_replay_action(self) -> RouterReplayAction | None:
-        """The action that slime's stage means; raises RouterError for an unknown stage."""
+        """The action that slime's stage means; raises ValueError for an unknown stage."""
         stage = os.environ.get(_STAGE, _OFF) if _enabled() == "1" else _OFF
-        if stage == _OFF:
-            return None
-        try:
-            return RouterReplayAction(stage)
-        except ValueError:
-            raise RouterError(
-                "there is no such stage",
-                where=_STAGE,
-                expected=", ".join([_OFF, *(known_action.value for known_action in RouterReplayAction)]),
-                got=stage,
-            ) from None
+        return None if stage == _OFF else RouterReplayAction(stage)
 
     @router_replay_action.setter
     def router_replay_action(self, action: object) -> None:

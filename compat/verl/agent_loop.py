@@ -181,15 +181,6 @@ class Turns:
         self._ran.append((tokens, rows))
 
     def _rows_of(self, ids: Array, tokens: int) -> Rows:
-        for _, known in self._ran:
-            columns = known.ids.shape[1:]
-            if columns not in (ids.shape[1:], (0, 0)):
-                raise ReplayError(
-                    "two turns of one sample have routes of different layers or top-k",
-                    where="rollout",
-                    expected=f"[tokens, {columns[0]}, {columns[1]}]",
-                    got=list(ids.shape),
-                )
         ids = _narrow(ids[: tokens - 1])
         rows = Rows.empty(tokens, ids.shape[1:], ids.dtype)
         rows.recorded[: len(ids)] = ids.any(axis=(1, 2)) & (ids != -1).any(axis=(1, 2))  # one -1 stays

@@ -25,7 +25,7 @@ from npu_replay.compat.verl.batch_routes import keys_in_place
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem, together
 from npu_replay.compat.verl.files import ROUTES
 from npu_replay.compat.verl.found_routes import Delivery, exchange, faults_of, found_in
-from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
+from npu_replay.compat.verl.metrics import COUNTED, add_metrics, figures, job_log, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, described
 from npu_replay.parallel.rank_failures import agreed, all_here, gathered
@@ -261,7 +261,7 @@ class EnginePass:
             if not engine.announced:
                 engine.announced = True
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    announce(summary(engine.mode, sums, engine.stack))
+                    job_log.warning("[npu_replay] %s", summary(engine.mode, sums))
         if self.trains:
             engine.updates += 1
 
@@ -369,24 +369,19 @@ def _meet(engine: EngineAdapter) -> None:
     """Wait for all ranks before an engine's first pass, and compare the variables that all act by."""
     all_here()
     with together("read its environment"):
-        settings: dict[str, Any] = {
-            BAD_SAMPLES: read(BAD_SAMPLES, CEILING),
-            DELIVERY: read(DELIVERY) or "unset",
-        }
-    engine.ceiling = settings[BAD_SAMPLES]
-    every = gathered(settings)
-    for name, mine in settings.items():
-        values = sorted({str(settings_there[name]) for settings_there in every})
-        if len(values) > 1:
-            _raise_on_every_rank(
-                ReplayError(
-                    f"{name} differs between the ranks",
-                    where="all ranks",
-                    expected="one value on all ranks: they leave together, or go on together",
-                    got=f"{mine} on this one, {' and '.join(values)} on all",
-                    cause="it was set on some nodes only; set it in the runtime_env of the job",
-                )
+        engine.ceiling = read(BAD_SAMPLES, CEILING)
+        delivery = read(DELIVERY) or "unset"
+    everywhere = {*gathered(f"{BAD_SAMPLES}={engine.ceiling}, {DELIVERY}={delivery}")}
+    if len(everywhere) > 1:
+        _raise_on_every_rank(
+            ReplayError(
+                "a variable differs between the ranks",
+                where="all ranks",
+                expected="one value on all ranks: they leave together, or go on together",
+                got="; ".join(sorted(everywhere)),
+                cause="it was set on some nodes only; set it in the runtime_env of the job",
             )
+        )
     engine.met = True
 
 

@@ -7,7 +7,6 @@ the routers' own choice on all; what is wrong with ids in the batch, each rank f
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -18,11 +17,9 @@ from npu_replay.compat.verl.engine_adapter import together
 from npu_replay.compat.verl.files import ROUTES, TOKENS
 from npu_replay.compat.verl.tensors import GivenRoutes
 from npu_replay.environment import DELIVERY
-from npu_replay.errors import InvalidRoutes, ReplayError, as_text
+from npu_replay.errors import InvalidRoutes, ReplayError
 from npu_replay.parallel.rank_failures import gathered
 from npu_replay.routers import find, labels_of
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,12 +63,9 @@ def _received(engine: Any, data: Any) -> Delivery:
 
 
 def _staying(engine: Any, data: Any) -> Delivery:
-    if not by_reference():  # batches carry ids
-        return Delivery()
-    if setting(engine.engine.engine_config, "dynamic_context_parallel"):
-        if not engine.met:
-            logger.warning("[npu_replay] under dynamic_context_parallel %s has no effect in R2", DELIVERY)
-        return Delivery()
+    # Under dynamic context parallelism the ranks of a sample differ between its passes.
+    if not by_reference() or setting(engine.engine.engine_config, "dynamic_context_parallel"):
+        return Delivery()  # batches carry ids
     _hold(engine, by_reference=True)
     keys = [key for key in keys_in(data.get(ROUTES, None)) if key] if engine.routes.layers else []
     return Delivery(stays=True, lacking=engine.routes.lacking(keys))
@@ -110,13 +104,10 @@ def exchange(engine: Any, delivered: Delivery, sums: dict[str, int], *, records:
 
 def _lost_anywhere(lost: dict[int, InvalidRoutes]) -> dict[int, InvalidRoutes]:
     """Return what any rank has lost: the ranks of a replica may be on several nodes. All have to call it."""
-    words: dict[str, str] = {}
-    if lost:
-        first = next(iter(lost.values()))
-        texts = {"expected": as_text(first.expected), "got": as_text(first.got)}
-        words = {"problem": first.problem, "where": first.where, "cause": first.cause, **texts}
+    first = next((str(error) for error in lost.values()), "")
     of_all = dict(lost)
-    for rank, (keys, theirs) in enumerate(gathered(([*lost], words))):
-        place = f"rank {rank}, the first of its {len(keys)} lost samples"
-        of_all = {key: InvalidRoutes(**theirs).at(place) for key in keys} | of_all
+    for rank, (keys, why) in enumerate(gathered(([*lost], first))):
+        problem = f"rank {rank} can't read the routes of {len(keys)} samples"
+        error = InvalidRoutes(problem, expected="all of them", got=f"for the first «{why}»")
+        of_all = dict.fromkeys(keys, error) | of_all
     return of_all

@@ -106,17 +106,7 @@ def _all_or_nothing(module: Any) -> None:
     if _given_up:
         return
     try:
-        needed = _NEEDED[module.__name__]
-        known_names.check(module, dict.fromkeys(needed, ()), _WHAT, "verl")
-        for name in needed:
-            current_value = getattr(module, name, None)  # None: a method
-            if getattr(current_value, "__module__", module.__name__) not in (module.__name__, "builtins"):
-                raise _somebody_elses(
-                    f"somebody else has replaced {name}",
-                    module.__name__,
-                    expected="verl's own",
-                    got=current_value,
-                )
+        known_names.check(module, dict.fromkeys(_NEEDED[module.__name__], ()), _WHAT, "verl")
         _change(module)
         _rebind()
     except Exception as error:
@@ -173,11 +163,12 @@ def _apply(original: Callable[[], None]) -> None:
     others = foreign_routing.replays(TopKRouter) - {foreign_routing.ASKED}
     if others:
         routing = inspect.getattr_static(TopKRouter, "routing")
-        raise _somebody_elses(
+        raise ReplayError(
             f"somebody else's routing is in the place of Megatron's, with {', '.join(sorted(others))}",
-            "TopKRouter.routing",
+            where="TopKRouter.routing",
             expected="Megatron's own, or one that has no replay of its own",
-            got=routing,
+            got=described(routing),
+            cause="another replay patch in this process; remove it, or set NPU_REPLAY_DISABLE=on",
         )
     # Routers get verl's RouterReplay, as by verl's patch: verl's functions use it outside a pass.
     router_init.hand_over(functools.partial(functions.made_for, sys.modules[PATCH].RouterReplay))
@@ -199,16 +190,6 @@ def _undo_verls() -> None:
                 inner = dict(zip(code.co_freevars, theirs.__closure__ or (), strict=True)).get(kept)
                 setattr(cls, method, inner.cell_contents if inner else class_source.method(cls, method))
         delattr(cls, mark)
-
-
-def _somebody_elses(problem: str, where: str, *, expected: str, got: Any) -> ReplayError:
-    return ReplayError(
-        problem,
-        where=where,
-        expected=expected,
-        got=described(got),
-        cause="another replay patch in this process; remove it, or set NPU_REPLAY_DISABLE=on",
-    )
 
 
 def _rebind() -> None:

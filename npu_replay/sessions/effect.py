@@ -54,8 +54,10 @@ _CHANGED_IN_BLOCK = (
 )
 _PAST_CALL = (
     "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
-    "and compile before the block), another path to the experts than the router's __call__, a layer that "
-    "this forward skipped, or a layer or a forward that was replaced inside the block"
+    "and compile before the block), a kernel that routes without the router (load a model of transformers "
+    "without use_kernels=True, and MXFP4 weights with quantization_config=Mxfp4Config(dequantize=True)), "
+    "another path to the experts than the router's __call__, a layer that this forward skipped, or a layer or "
+    "a forward that was replaced inside the block"
 )
 _NO_TOPK = likeliest(
     "a fused router kernel, which chooses without a top-k (npu_moe_gating_top_k, say): turn the fused "
@@ -292,7 +294,7 @@ def _shows(shown: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Te
 
 def not_called(router: Router, number: int) -> ReplayError:
     """Return the error for a router that a forward has left out."""
-    return _error(router, number, "the router was not called", router.skipped or _PAST_CALL)
+    return _error(router, number, "the router was not called", _PAST_CALL)
 
 
 def _error(router: Router, number: int, problem: str, cause: str, *, again: bool = False) -> ReplayError:

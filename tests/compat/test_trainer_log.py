@@ -29,10 +29,10 @@ def test_metrics_are_logged_and_reported_until_they_are_removed(tmp_path: Path) 
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     trainer = transformers.Trainer(model=qwen.make(64, 2), args=arguments, callbacks=[Reporter()])
     with npu_replay.pin_recompute(trainer.model) as session:
-        handle = log_metrics(trainer, session)
+        callback = log_metrics(trainer, session)
         trainer.model(torch.ones(1, 4, dtype=torch.long))
         trainer.log({"loss": 1.0})
     assert reported[-1]["npu_replay/routers"] == trainer.state.log_history[-1]["npu_replay/routers"] == 2
-    handle.remove()
+    trainer.remove_callback(callback)
     trainer.log({"loss": 1.0})
     assert "npu_replay/routers" not in reported[-1]

@@ -212,7 +212,7 @@ def test_experts_that_a_kernel_calls_past_the_router_are_an_error_t36() -> None:
         refused = pytest.raises(NoEffect, match=r"layer 2 .*the router was not called")
         with refused as caught, npu_replay.record(model):
             train(model)
-        for word in (type(model.model.layers[2].mlp).__name__, "use_kernels", "Mxfp4Config(dequantize=True)"):
+        for word in ("use_kernels", "Mxfp4Config(dequantize=True)"):
             assert word in caught.value.cause
 
 

@@ -284,7 +284,7 @@ def _lost() -> None:
         with job.delivered(tiny) as by_reference:
             first, second, third, other = (by_reference(r3_batch(tiny, routes)) for _ in range(4))
             with lost_on_rank_1():
-                leave(partial(actor.update, first), "the routes can't be read", first=0)
+                leave(partial(actor.update, first), "rank 1 can't read the routes of 1 samples", first=0)
             actor.update(second)
             with lost_on_rank_1(), npu_replay.observe(actor.chunks) as seen:
                 metrics = actor.update(third)
@@ -587,7 +587,8 @@ def _far() -> None:
     update = partial(actor.update, r3_batch(tiny, routes))
     share = "NPU_REPLAY_BAD_SAMPLES"
     least = "NPU_REPLAY_MIN_OVERLAP"
-    for value, words, first in (("0.25", f"{share} differs", 0), ("few", f"{share} is a share", 1)):
+    differs = "a variable differs between the ranks"
+    for value, words, first in (("0.25", differs, 0), ("few", f"{share} is a share", 1)):
         with patched() as patch:
             if dist.get_rank() == 1:
                 patch.setenv(share, value)

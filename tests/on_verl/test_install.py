@@ -61,10 +61,7 @@ CASES = {
     "a name is missing": unknown(
         "missing_name", "router_replay_utils", "pp_gather", "another than npu_replay knows"
     ),
-    "somebody else's apply": unknown(
-        "strangers_apply",
-        *("somebody else has replaced apply_router_replay_patch", "stranger", "remove it"),
-    ),
+    "somebody else's apply": Case("verl", "strangers_apply"),
     # There is nothing to put the refusal in then, and that must not be the error.
     "no apply": Case(
         "verl",
