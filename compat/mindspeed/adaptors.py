@@ -67,6 +67,11 @@ def _under_mindspeed(by_name: dict[str, Product]) -> Capability:
     return Capability(UNDER_MINDSPEED, "works", why)
 
 
+def release_of(mindspeed: Product) -> str:
+    """Return MindSpeed's release, or which branches it may be of; empty where nothing tells."""
+    return _LAYERED if _imports_adaptor(mindspeed) else mindspeed.version
+
+
 def _imports_adaptor(mindspeed: Product) -> bool:
     """Return whether this MindSpeed is a layer over MegatronAdaptor."""
     source = text_of(Path(mindspeed.where, "__init__.py"))

@@ -71,6 +71,7 @@ def mode_of(config: Any) -> str:
 class StrategyAdapter(WholeModelAdapter):
     """Adapts a strategy of ROLL to a pass."""
 
+    strategy = "fsdp2"
     batch: _Batch | None = None  # that it was called with
     recorded: torch.Tensor | None = None
     """What the last `forward_step` recorded, [batch, sequence, layers, topk], until it is taken."""

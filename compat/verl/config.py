@@ -6,7 +6,7 @@ verl reads one key for the mode and ignores all others; which one depends on the
     0.7.1 on, engine workers                 actor.megatron.router_replay.mode
     0.7.1 on, engine workers, fsdp, fsdp2    actor.fsdp_config.router_replay.mode, read by npu_replay alone
 
-Asks:     the config, and whether the workers are 0.7's own; never which release it is.
+Asks:     the config, and verl's source where releases differ; never which release it is.
 Changes:  the constructor of verl's ActorRolloutRefWorker and its first method called; `enable_routing_replay`
           of a worker whose mode is on.
 Undone:   by `npu_replay.uninstall()`; with NPU_REPLAY_STRICT=off by a config that can't replay.
@@ -18,19 +18,21 @@ import difflib
 import functools
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from npu_replay import environment
 from npu_replay.compat import engines, probe
 from npu_replay.compat.engines import setting
-from npu_replay.compat.patching import import_hook
+from npu_replay.compat.patching import import_hook, patches
 from npu_replay.compat.patching.install import install as install_everything
 from npu_replay.compat.patching.install import undo_everything
 from npu_replay.compat.patching.patches import Patches
-from npu_replay.compat.verl.metrics import job_log
+from npu_replay.compat.verl.metrics import announce
 from npu_replay.errors import ReplayError
 from npu_replay.rollout.release_rules import release
 
@@ -53,6 +55,15 @@ _OWN_REPLAY = ("megatron", "veomni")
 """The strategies whose mode verl's engine workers read. VeOmni's replay is its own."""
 _LEGACY_KEY = ("actor", _MODE)
 _FSDP_KEY = ("actor", "fsdp_config", _MODE)
+_ONE_SEQUENCE: dict[str, tuple[object, ...]] = {
+    "actor.ppo_micro_batch_size_per_gpu": (1,),
+    "rollout.log_prob_micro_batch_size_per_gpu": (1,),
+    "actor.use_dynamic_bsz": (False, None),
+    "rollout.log_prob_use_dynamic_bsz": (False, None),
+    "actor.megatron.pad_bshd_to_minibatch_max": (False, None),
+    "actor.megatron.override_transformer_config.fp8": (None,),
+}
+"""The values of settings with which a padded micro-batch of Megatron has the rows of a packed one."""
 _NO_LEGACY = "trainer.use_legacy_worker_impl=disable"
 
 _WHAT = "the check of verl's config"
@@ -112,19 +123,20 @@ def check_actor(config: Any, *, legacy: bool = False) -> str:
 
 
 def _misspelt_keys(config: Any) -> Iterator[ReplayError]:
-    """Yield keys that are nearly router_replay: a line with + adds any name."""
-    for path in [("actor",), *(("actor", engine) for engine in _ENGINES)]:
-        section = setting(config, *path)
-        names = section if isinstance(section, Mapping) else getattr(section, "__dict__", ())
-        for name in map(str, names):
-            if name != _MODE and difflib.get_close_matches(name, [_MODE], 1, 0.75):
-                where = ".".join((ROOT, *path))
-                yield refused(
-                    f"{where}.{name} is set, and nothing reads it",
-                    expected=f"{where}.{_MODE}",
-                    got=name,
-                    cause="a slip of the pen; a line that begins with + adds any name to the config",
-                )
+    """Yield keys that are nearly router_replay or one of its own: a line with + adds any name."""
+    for section in [(), *((engine,) for engine in _ENGINES)]:
+        for path, known in ((section, (_MODE,)), ((*section, _MODE), ReplaySettings._fields)):
+            section_there = setting(config, "actor", *path)
+            is_mapping = isinstance(section_there, Mapping)
+            for name in map(str, section_there if is_mapping else getattr(section_there, "__dict__", ())):
+                if name not in known and (meant := difflib.get_close_matches(name, known, 1, 0.75)):
+                    where = ".".join((ROOT, "actor", *path))
+                    yield refused(
+                        f"{where}.{name} is set, and nothing reads it",
+                        expected=f"{where}.{meant[0]}",
+                        got=name,
+                        cause="a slip of the pen; a line that begins with + adds any name to the config",
+                    )
 
 
 def _misplaced_modes(config: Any, key: tuple[str, ...] | None, mode: str) -> Iterator[ReplayError]:
@@ -226,6 +238,15 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
         )
     if mode == "R3" and sent:
         yield from _engine_without_routes(config)
+    root = getattr(config, "_get_root", None)  # the job's config, where this one is a part of it
+    bypass = setting(config if root is None else root(), "algorithm", "rollout_correction", "bypass_mode")
+    if mode == "R2" and (bypass or setting(config, "actor", "policy_loss", "loss_mode") == "bypass_mode"):
+        yield refused(  # T20
+            f"{where}=R2 records while old log-probs are computed, and bypass mode leaves that pass out",
+            expected="algorithm.rollout_correction.bypass_mode=False",
+            got="True",
+            cause="R2 together with the rollout's own log-probs. Use R3, or switch bypass mode off",
+        )
     legacy = key == _LEGACY_KEY
     unread = (settings.record_file, settings.replay_file, environment.read(environment.DELIVERY))
     if legacy and any(unread):
@@ -242,14 +263,49 @@ def _unfit_settings(config: Any, key: tuple[str, ...], mode: str) -> Iterator[Re
             got=mode,
             cause=f"set {where}=R3 to replay the file's routes, or take replay_file out",
         )
-    if legacy and setting(config, "actor", "megatron", "use_remove_padding") is False:
-        name = f"{ROOT}.actor.megatron.use_remove_padding"
+    if legacy or "megatron" in key:
+        yield from _unfit_on_megatron(config, where, mode, legacy)
+
+
+def _unfit_on_megatron(config: Any, where: str, mode: str, legacy: bool) -> Iterator[ReplayError]:
+    """Yield how verl cuts and pads batches on Megatron that its routes aren't laid out for."""
+    engine = functools.partial(setting, config, "actor", "megatron")
+    # Legacy workers read the engine's config; the others overwrite that with the model's.
+    unpad = (*(("actor", "megatron") if legacy else ("model",)), "use_remove_padding")
+    padded = setting(config, *unpad) is False
+    others = {name: setting(config, *name.split(".")) for name in _ONE_SEQUENCE}
+    unfit = {name: value for name, value in others.items() if value not in _ONE_SEQUENCE[name]}
+    if padded and (legacy or unfit):
+        name = ".".join((ROOT, *unpad))
+        instead = ", ".join(
+            f"{ROOT}.{setting_name}={_ONE_SEQUENCE[setting_name][0]}" for setting_name in unfit
+        )
+        here = ", ".join(f"{ROOT}.{setting_name}={value}" for setting_name, value in unfit.items())
         yield refused(
             f"{where}={mode} needs packed sequences",
-            expected=f"{name}=True",
-            got="False",
+            expected=f"{name}=True" + ("" if legacy else f", or also {instead}"),
+            got="False" + ("" if legacy else f", and {here}"),
             cause="the default of 0.7's Megatron trainer. verl lays routes out for packed sequences alone; "
-            f"padded rows would get other tokens' routes. Set {name}=True",
+            "padded rows are the same only where each micro-batch of an engine worker is one sequence, and "
+            f"would get other tokens' routes elsewhere. Set {name}=True",
+        )
+    if engine("pad_to_length") and not padded:  # verl raises in the first forward, after a whole rollout
+        name = f"{ROOT}.actor.megatron.pad_to_length"
+        yield refused(
+            f"{where}={mode} knows no micro-batches of a padded length",
+            expected=f"{name}=False",
+            got="True",
+            cause="a setting for jobs without replay: verl's forward step refuses the two together",
+        )
+    stages = engine("virtual_pipeline_model_parallel_size")
+    if engine("dynamic_context_parallel") and stages not in (None, 1):
+        yield refused(
+            f"{where}={mode} knows no dynamic context parallelism over virtual pipeline stages",
+            expected="one of actor.megatron.dynamic_context_parallel and "
+            "actor.megatron.virtual_pipeline_model_parallel_size at most",
+            got=f"True and {stages}",
+            cause="each micro-batch has a split of its own there, and verl merges stages by one. "
+            "Take one of them out",
         )
 
 
@@ -257,6 +313,19 @@ def _engine_without_routes(config: Any) -> Iterator[ReplayError]:
     """Yield errors for a rollout engine, or a release of it, that gives no routes or another step's."""
     rollout = functools.partial(setting, config, "rollout")
     name = str(rollout("name"))
+    # The source of each of verl's rollout servers tells whether it asks its engine for routes.
+    asked = {"hf": False, "naive": False}
+    for folder in _of_verl("workers/rollout/*_rollout"):
+        sources = (file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py"))
+        asked[folder.name.removesuffix("_rollout")] = any(FLAG in source for source in sources)
+    if asked.get(name, True) is False:  # an engine that isn't verl's own is accepted
+        yield refused(
+            f"{ROOT}.rollout.name={name} gives no routes: this verl never asks {name} for them",
+            expected="a rollout that verl asks for routes: " + " or ".join(sorted(filter(asked.get, asked))),
+            got=name,
+            cause="R3 with an engine that can't. Use R2, or another rollout engine",
+        )
+        return
     versions = {product.name: product.version for product in probe.products() if product.installed}
     beside = versions.get("vllm", "")
     if name == "vllm" and release(beside)[:2] == (0, 21):
@@ -285,7 +354,10 @@ def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
     """Return the section where these workers read the mode; None if they can't replay."""
     strategy = setting(config, "actor", "strategy")
     if strategy in FSDP:
-        return None if legacy else _FSDP_KEY
+        # The engine workers of 0.7.0 don't tell their engines of a replay.
+        sources = (file.read_text(encoding="utf-8") for file in _of_verl("workers/engine_workers.py"))
+        carried = any("enable_routing_replay" in source for source in sources)
+        return _FSDP_KEY if carried and not legacy else None
     if legacy:
         key: tuple[str, ...] = _LEGACY_KEY
         reads = strategy == "megatron"
@@ -293,6 +365,12 @@ def _key_that_is_read(config: Any, legacy: bool) -> tuple[str, ...] | None:
         key = ("actor", strategy, _MODE)
         reads = strategy in _OWN_REPLAY
     return key if reads and setting(config, *key) is not None else None
+
+
+def _of_verl(pattern: str) -> list[Path]:
+    """Return the files or folders of verl's source that match; none where verl isn't found."""
+    where = next((product.where for product in probe.products() if product.name == "verl"), "")
+    return [*Path(where).glob(pattern)] if where else []
 
 
 def _dotted(key: tuple[str, ...]) -> str:
@@ -332,15 +410,17 @@ def _check_worker(worker: Any, legacy: bool) -> None:
 
 @functools.cache
 def _say_asked(mode: str) -> None:
-    """Log one line for the first rank of each node: a node's log shows that replay was asked for.
+    """Log one INFO line, once for the first rank of each node: a node's log shows that replay was asked for.
 
     verl tells a worker how many of its group are on a node, and ranks count through a node before the next.
     """
     ranks = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     rank = int(os.environ.get("RANK") or 0)
     if rank % ranks == 0:
-        words = "[npu_replay] %s is asked for on rank %d; %s=on leaves npu_replay out"
-        job_log.warning(words, mode, rank, environment.DISABLE)
+        release = vars(sys.modules["npu_replay"])["__version__"]
+        attached = ", ".join(dict.fromkeys(reason for reason, _ in patches.applied()))
+        off = f"{environment.DISABLE}=on leaves it out"
+        announce(f"{release}: {mode} is asked for on rank {rank}; attached: {attached}; {off}")
 
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()

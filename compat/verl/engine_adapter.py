@@ -23,6 +23,7 @@ class EngineAdapter:
     """Gives a pass what it needs of one engine, without keeping the engine alive.
 
     Attributes:
+        stack: what the engine runs on, for the line that says that replay is on; Megatron if empty.
         acts: whether its passes set the action themselves, since the framework doesn't.
         has_flag: whether its batches are TensorDicts, with verl's flag for what is recorded or replayed.
         routes: the routes on this rank by key, for the passes of a step; filled by `r2` and `r3`.
@@ -33,6 +34,7 @@ class EngineAdapter:
         microseconds: spent in passes without a backward since the last one with: verl has no place for them.
     """
 
+    stack = ""
     acts = False
     has_flag = True
 

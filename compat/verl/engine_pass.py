@@ -25,7 +25,7 @@ from npu_replay.compat.verl.batch_routes import keys_in_place
 from npu_replay.compat.verl.engine_adapter import EngineAdapter, Problem, together
 from npu_replay.compat.verl.files import ROUTES
 from npu_replay.compat.verl.found_routes import Delivery, exchange, faults_of, found_in
-from npu_replay.compat.verl.metrics import COUNTED, add_metrics, figures, job_log, summary
+from npu_replay.compat.verl.metrics import COUNTED, add_metrics, announce, figures, summary
 from npu_replay.environment import BAD_SAMPLES, DELIVERY, METRICS_EVERY, read
 from npu_replay.errors import MicroBatchError, ReplayError, described
 from npu_replay.parallel.rank_failures import agreed, all_here, gathered
@@ -261,7 +261,7 @@ class EnginePass:
             if not engine.announced:
                 engine.announced = True
                 if not dist.is_initialized() or dist.get_rank() == 0:
-                    job_log.warning("[npu_replay] %s", summary(engine.mode, sums))
+                    announce(summary(engine.mode, sums, engine.stack))
         if self.trains:
             engine.updates += 1
 

@@ -13,6 +13,7 @@ Undone:   by `npu_replay.uninstall()`; engines that are alive go on as verl's ow
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -65,15 +66,23 @@ def _wrap(module: Any) -> None:
 class WholeModelAdapter(EngineAdapter):
     """Adapts an engine whose model is one module of transformers.
 
-    `layouts` are those of micro-batches, by what differs between them for the engine's preprocessing.
+    Attributes:
+        strategy: named in the line that says that replay is on.
+        layouts: of micro-batches, by what differs between them for the engine's preprocessing.
     """
 
+    strategy: object = ""
     acts = True
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.layouts: dict[Any, TokenLayout] = {}
         self._model: RoutedModel | None = None
+
+    @property
+    def stack(self) -> str:  # type: ignore[override]
+        release = getattr(sys.modules.get("transformers"), "__version__", "?")
+        return f"transformers {release}, {str(self.strategy).upper()}"
 
     @property
     def chunks(self) -> list[nn.Module]:
@@ -90,6 +99,10 @@ class WholeModelAdapter(EngineAdapter):
 
 class FsdpAdapter(WholeModelAdapter):
     """Adapts verl's FSDP engine."""
+
+    @property
+    def strategy(self) -> object:  # type: ignore[override]
+        return setting(self.engine.engine_config, "strategy")
 
     @property
     def section(self) -> Any:

@@ -6,8 +6,10 @@ import logging
 import sys
 from typing import Any
 
-job_log = logging.getLogger("npu_replay.job")
-"""Logs what an operator has to see, at WARNING, so that it is shown however a process logs."""
+from npu_replay.compat import probe
+from npu_replay.compat.mindspeed import adaptors
+
+_log = logging.getLogger("npu_replay.job")
 
 COUNTED = (
     *("rows", "routed", "samples", "bad_samples"),
@@ -47,8 +49,8 @@ def add_metrics(output: Any, metrics: dict[str, float]) -> None:
             first.update(metrics)
 
 
-def summary(mode: str, sums: dict[str, int]) -> str:
-    """Return the one line that says that replay is on."""
+def summary(mode: str, sums: dict[str, int], stack: str = "") -> str:
+    """Return the one line that says that replay is on; `stack` is what it runs on, if it isn't Megatron."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     stages = 1
     if state is not None and state.model_parallel_is_initialized():
@@ -57,4 +59,28 @@ def summary(mode: str, sums: dict[str, int]) -> str:
     routed = sums["routed"] / max(sums["rows"], 1)
     percent = "100%" if routed == 1 else f"{min(routed * 100, 99.99):.2f}%"  # 100% only if all rows had one
     ranks = "1 rank" if sums["ranks"] == 1 else f"{sums['ranks']} ranks agree"
-    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks}"
+    if not stack:
+        called = {"megatron-core": "Megatron"}
+        called |= {"mindspeed": "MindSpeed"} if "mindspeed" in sys.modules else {}
+        called |= {probe.ADAPTOR: probe.ADAPTOR} if "megatron_adaptor" in sys.modules else {}
+        products = {product.name: product for product in probe.products() if product.installed}
+        versions = {name: product.version or "?" for name, product in products.items()}
+        if "mindspeed" in products:
+            versions["mindspeed"] = adaptors.release_of(products["mindspeed"]) or "?"
+        stack = ", ".join(f"{called[name]} {versions[name]}" for name in called if name in versions)
+    by = f" ({stack})" if stack else ""
+    return f"{mode}: {routers} routers, {replayed} replayed, {percent} of rows had a route, {ranks}{by}"
+
+
+def announce(line: str) -> None:
+    """Log a line at INFO, also in a process that shows warnings only; to stderr where no handler shows it."""
+    if not _log.isEnabledFor(logging.INFO):
+        _log.setLevel(logging.INFO)
+    _log.info("[npu_replay] %s", line)
+    logger: logging.Logger | None = _log
+    handlers: list[logging.Handler] = []
+    while logger is not None:
+        handlers += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    if all(handler.level > logging.INFO for handler in handlers):
+        sys.stderr.write(f"[npu_replay] {line}\n")

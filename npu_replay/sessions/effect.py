@@ -56,8 +56,8 @@ _PAST_CALL = (
     "a graph that was compiled or captured and runs no hook (torch.compile: pass the compiled module itself, "
     "and compile before the block), a kernel that routes without the router (load a model of transformers "
     "without use_kernels=True, and MXFP4 weights with quantization_config=Mxfp4Config(dequantize=True)), "
-    "another path to the experts than the router's __call__, a layer that this forward skipped, or a layer or "
-    "a forward that was replaced inside the block"
+    "another path to the experts than the router's __call__, a layer that this forward skipped, or one that "
+    "was replaced inside the block"
 )
 _NO_TOPK = likeliest(
     "a fused router kernel, which chooses without a top-k (npu_moe_gating_top_k, say): turn the fused "

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from ray import cloudpickle
 
+import npu_replay
 from npu_replay.compat import probe
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Patches
@@ -34,6 +35,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
 ROOT = "actor_rollout_ref"
 HAS_METRICS = "moe_load_balance_metrics_interval" in (CONFIGS / "rollout" / "rollout.yaml").read_text("utf-8")
+TRTLLM = (CONFIGS.parents[1] / "workers" / "rollout" / "trtllm_rollout").is_dir()
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,9 @@ class Row:
 METRICS = f"{ROLLOUT}.moe_load_balance_metrics_interval"
 R2 = {"key": "R2"}
 R3 = {"key": "R3", "flag": True}
+BYPASS = {"algorithm.rollout_correction.bypass_mode": True}
+DYNAMIC = {**R2, f"{MEGATRON}.dynamic_context_parallel": True}
+STAGES = {f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2}
 REF = FSDP.replace("actor.", "ref.")
 SLIP = "nothing reads it. Expected actor_rollout_ref.*"
 BY_RAY = {"NPU_REPLAY_DELIVERY": "ray"}
@@ -195,9 +200,17 @@ SETTINGS = [
     ),
     Row({f"{ROLLOUT}.router_replay": "R3"}, rf"{ROLLOUT}\.router_replay sets no mode"),
     Row({**R2, "flag": True}, "R2 records its own.*Expected {flag}=False, got {flag}=True"),  # T4, T20
-    Row({**R2, "unpadded": False}, "needs packed sequences. Expected {unpadded}=True", ("legacy",)),
-    Row({**R2, "unpadded": False}, None, ("engine",)),  # a micro-batch of several is refused in its pass
+    Row(R2 | BYPASS, "bypass mode leaves that pass out"),  # T20
+    Row(R3 | BYPASS, None),
+    Row({**R2, "unpadded": False}, "needs packed sequences. Expected {unpadded}=True", ON_MEGATRON),
+    Row(
+        {**R2, f"{MEGATRON}.pad_to_length": True}, r"Expected .*\.pad_to_length=False, got True", ON_MEGATRON
+    ),
+    Row(DYNAMIC, None, ON_MEGATRON),
+    Row(DYNAMIC | STAGES, "dynamic context parallelism over virtual pipeline", ON_MEGATRON),
     Row({**R3, "engine": "ours"}, None),  # a rollout of the user's own
+    Row({**R3, "engine": "hf"}, "never asks hf for them.*vllm"),
+    *([Row({**R3, "engine": "trtllm"}, "never asks trtllm for them.*vllm")] * TRTLLM),
     # verl itself has these keys in every release, and reads them in none.
     Row({**R2, "record": "/routes"}, UNREAD, ("legacy",)),
     Row({"key": "R3", "replay": "/routes"}, UNREAD, ("legacy",)),
@@ -213,12 +226,15 @@ SETTINGS = [
     Row({REF: "R2"}, rf"\.ref\.fsdp_config.*Expected {FSDP}=R2", ("fsdp2",)),
     Row({**R2, REF: "R2"}, None, ("fsdp2",)),
     # A slip in a key is an error, and not silence.
-    Row({FSDP.replace("mode", "moed"): "R2"}, "router_replay sets no mode", ("fsdp2",)),
+    Row(
+        {**R2, FSDP.replace("mode", "record_fil"): "x"}, rf"{SLIP}router_replay\.record_file, got", ("fsdp2",)
+    ),
     *(
         Row({FSDP.replace(right, wrong): "R2"}, f"{SLIP}{meant}, got", ("fsdp2",))
         for right, wrong, meant in (
             ("router_replay", "router_replya", "fsdp_config.router_replay"),
             ("router_replay", "routing_replay", "fsdp_config.router_replay"),
+            ("mode", "moed", "fsdp_config.router_replay.mode"),
             ("fsdp_config.router_replay", "router_reply", "actor.router_replay"),
         )
     ),
@@ -242,6 +258,52 @@ SETTINGS = [
     *(
         Row({key: "R2"}, "know no replay.*use_legacy_worker_impl=disable.*fsdp_config", ("legacy fsdp2",))
         for key in (OLD, NEW, FSDP)
+    ),
+]
+
+PADDED = {
+    **R3,
+    "unpadded": False,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1,
+    f"{ACTOR}.use_dynamic_bsz": False,
+    f"{MEGATRON}.pad_bshd_to_minibatch_max": False,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,  # the reference's don't matter
+}
+"""Each micro-batch is one padded sequence."""
+
+
+def lacking(wrong: dict[str, Any], right: dict[str, Any]) -> Row:
+    """A padded job in which these settings are wrong: the error names them, and nothing else."""
+    instead, got = (
+        ", ".join(f"{name}={value}" for name, value in settings.items()) for settings in (right, wrong)
+    )
+    words = f"needs packed sequences. Expected {{unpadded}}=True, or also {instead}, got False, and {got}"
+    return Row(PADDED | wrong, words, ("engine",))
+
+
+SEQUENCES = [
+    Row(PADDED, r"needs packed sequences. Expected {unpadded}=True, got False\.", ("legacy",)),
+    Row(PADDED, None, ("engine",)),
+    Row({**PADDED, "key": "R2", "flag": False}, None, ("engine",)),
+    *(
+        lacking({name: value}, {name: right})
+        for name, value, right in [
+            (f"{ACTOR}.ppo_micro_batch_size_per_gpu", 2, 1),
+            (f"{ACTOR}.ppo_micro_batch_size_per_gpu", None, 1),
+            (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", 4, 1),
+            (f"{MEGATRON}.override_transformer_config.fp8", "hybrid", None),
+        ]
+    ),
+    lacking(
+        *(
+            {
+                f"{ACTOR}.use_dynamic_bsz": value,
+                f"{ROLLOUT}.log_prob_use_dynamic_bsz": value,
+                f"{MEGATRON}.pad_bshd_to_minibatch_max": value,
+            }
+            for value in (True, False)
+        )
     ),
 ]
 
@@ -343,7 +405,7 @@ ENGINES = [
     ("kind", "row"),
     [
         pytest.param(KINDS[name], row, id=f"{name}-{row.words}", marks=marks)
-        for rows, marks in ((SETTINGS, []), (ENGINES, [pytest.mark.newest]))
+        for rows, marks in (([*SETTINGS, *SEQUENCES], []), (ENGINES, [pytest.mark.newest]))
         for row in rows
         for name in row.kinds
         if HERE[name]
@@ -446,7 +508,7 @@ def test_strict_0_logs_every_problem_once_and_undoes_all_changes(
     monkeypatch.setattr(verl_config, "undo_everything", lambda: undone.append("all"))
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     with caplog.at_level(logging.ERROR):
-        workers.check(None, key="R3", ignored="R2")
+        workers.check(None, key="R3", unpadded=False)
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
     assert undone == ["all"]
 
@@ -512,16 +574,17 @@ def test_one_rank_of_each_node_says_that_replay_is_asked_for_and_how_to_turn_it_
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "8")
     verl_config._say_asked.cache_clear()
-    with caplog.at_level(logging.WARNING, "npu_replay.job"):
+    with caplog.at_level(logging.INFO, "npu_replay.job"):
         verl_config._check_worker(made(workers, key="disabled"), workers.legacy)
         assert not caplog.records, "a job that doesn't ask"
         for _ in range(2):  # a process may build several workers
             verl_config._check_worker(made(workers, key="R2"), workers.legacy)
-    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(lines) == says == len(caplog.records)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == says
     for line in lines:
-        off = "NPU_REPLAY_DISABLE=on leaves npu_replay out"
-        assert line == f"[npu_replay] R2 is asked for on rank {rank}; {off}"
+        assert f"[npu_replay] {npu_replay.__version__}: R2 is asked for on rank {rank}; attached: " in line
+        assert "a test" in line, "what is attached"
+        assert "NPU_REPLAY_DISABLE=on" in line
 
 
 @pytest.mark.megatron

@@ -181,5 +181,8 @@ def check_told(lines: list[str], mode: str, share: str) -> None:
     """The line for an operator was logged once, on rank 0, and says what replay is on, too."""
     world = dist.get_world_size()
     ranks = "1 rank" if world == 1 else f"{world} ranks agree"
-    line = f"[npu_replay] {mode}: 3 routers, 3 replayed, {share} of rows had a route, {ranks}"
+    line = (
+        f"[npu_replay] {mode}: 3 routers, 3 replayed, {share} of rows had a route, {ranks} "
+        f"(transformers {transformers.__version__}, FSDP2)"
+    )
     assert lines == [line] * (dist.get_rank() == 0)

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from npu_replay.compat.verl.metrics import COUNTED, figures, summary
+from npu_replay.compat import probe
+from npu_replay.compat.probe import Product
+from npu_replay.compat.verl.metrics import COUNTED, announce, figures, summary
 
 SUMS = {"routers": 4, "replayed": 4, "ranks": 1, "routed": 8, "rows": 8}
 
 
-def test_the_line_counts_the_routers_of_all_stages_and_says_100_percent_of_all_rows_alone(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("source", "imported", "stack"),
+    [
+        ("", ["mindspeed"], "Megatron 0.18.0, MindSpeed 0.12.1"),
+        (
+            "import megatron_adaptor\n",
+            ["mindspeed", "megatron_adaptor"],
+            "Megatron 0.18.0, MindSpeed core_r0.17.0 or later, MegatronAdaptor 0.1.0",
+        ),
+        ("import megatron_adaptor\n", ["megatron_adaptor"], "Megatron 0.18.0, MegatronAdaptor 0.1.0"),
+        ("import megatron_adaptor\n", [], "Megatron 0.18.0"),
+    ],
+)
+def test_the_line_names_what_this_process_has_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, imported: list[str], stack: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
-    assert summary("R3", SUMS) == "R3: 4 routers, 4 replayed, 100% of rows had a route, 1 rank"
-    state = ModuleType("megatron.core.parallel_state")
-    state.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
-    state.get_pipeline_model_parallel_world_size = lambda: 2  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
-    line = summary("R2", SUMS | {"ranks": 2, "rows": 100_000, "routed": 99_999})
-    assert line == "R2: 4 routers, 4 replayed, 99.99% of rows had a route, 2 ranks agree"
+    (tmp_path / "__init__.py").write_text(source, encoding="utf-8")
+    products = (
+        Product("megatron-core", True, "0.18.0"),
+        Product("mindspeed", True, "0.12.1", str(tmp_path)),
+        Product("MegatronAdaptor", True, "0.1.0"),
+    )
+    monkeypatch.setattr(probe, "products", lambda: products)
+    for name in ("mindspeed", "megatron_adaptor", "megatron.core.parallel_state"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in imported:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    line = summary("R3", SUMS)
+    assert line == f"R3: 4 routers, 4 replayed, 100% of rows had a route, 1 rank ({stack})"
 
 
 def test_figures_are_of_all_ranks_and_left_out_where_nothing_was_counted() -> None:
@@ -34,3 +56,30 @@ def test_figures_are_of_all_ranks_and_left_out_where_nothing_was_counted() -> No
     assert figures(counted | compared) == {
         f"npu_replay/{name}": value for name, value in (always | more).items()
     }
+
+
+QUIET = logging.StreamHandler(sys.stderr)
+QUIET.setLevel(logging.WARNING)
+"""It shows no line at INFO."""
+
+
+@pytest.mark.parametrize(
+    ("handlers", "format_", "before"),
+    [([], None, ""), ([], "%(name)s %(message)s", "npu_replay.job "), ([QUIET], None, "")],
+    ids=["nothing", "warnings alone are shown", "a handler for warnings alone"],
+)
+def test_the_line_for_the_operator_is_seen_once_whatever_logging_is_set_up(
+    handlers: list[logging.Handler],
+    format_: str | None,
+    before: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.NOTSET, "npu_replay.job")  # until the test ends
+    monkeypatch.setattr(logging.root, "handlers", list(handlers))
+    if format_ is not None:
+        logging.basicConfig(level=logging.WARNING, format=format_)
+    announce("one")
+    announce("two")
+    assert capsys.readouterr().err.splitlines() == [f"{before}[npu_replay] {line}" for line in ("one", "two")]
