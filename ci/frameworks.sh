@@ -4,13 +4,14 @@
 #     ci/frameworks.sh verl|nemo-rl|skyrl FOLDER [MEGATRON ...]
 #     ci/frameworks.sh roll|slime FOLDER [MEGATRON]     # our tests of these (tests/on_roll, tests/on_slime)
 #
-# FOLDER holds the framework's source; the releases of Megatron-core are 0.12.1 and 0.16.1 where none is named. In
-# the place of a release may stand a folder with a source tree of Megatron-LM, for a commit.
+# FOLDER holds the framework's source; the releases of Megatron-core are 0.12.1 and 0.16.1 where none is named,
+# 0.12.1 for ROLL, and 0.13.1 for slime, whose own code fails on 0.12. In the place of a release may stand a folder
+# with a source tree of Megatron-LM, for a commit.
 # What the framework imports has to be in the active environment, in the versions that it wants, and the Python
 # too. Each test file has a process of its own, since some put stand-ins in the place of modules.
 set -euo pipefail
 if [[ $# -lt 2 || ! -d $2 ]]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 framework=$1
@@ -20,7 +21,8 @@ cd "$(dirname "$0")/.."
 source ci/environment.sh
 
 if [[ $framework == roll || $framework == slime ]]; then
-    megatron=${1:-0.12.1}
+    if [[ $framework == roll ]]; then megatron=0.12.1; else megatron=0.13.1; fi
+    megatron=${1:-$megatron}
     if [[ ! -d $megatron ]]; then
         fetch megatron "$megatron"
         megatron=$work/megatron/$megatron
