@@ -33,24 +33,28 @@ def signatures() -> str:
 
 
 def lines(name: str) -> list[str]:
-    found = pkgutil.resolve_name(f"npu_replay.{name}")
-    if inspect.ismodule(found) or (inspect.isclass(found) and issubclass(found, Exception)):
+    attribute = pkgutil.resolve_name(f"npu_replay.{name}")
+    if inspect.ismodule(attribute) or (inspect.isclass(attribute) and issubclass(attribute, Exception)):
         return []
-    own = [] if name in MADE_BY_BLOCKS else [called(name, found)]
+    own = [] if name in MADE_BY_BLOCKS else [called(name, attribute)]
     members = site_pages.MEMBERS[name].split(", ") if name in site_pages.MEMBERS else []
     for member in members:
-        method = getattr(found, member)
+        method = getattr(attribute, member)
         first, *_ = inspect.getdoc(method).splitlines()
         own += [called(f"{name}.{member}", method), f"    {first}"]
     return own
 
 
-def called(name: str, found: Any) -> str:
+def called(name: str, attribute: Any) -> str:
     """How it is called; a property is its name alone."""
-    if not callable(found):
+    if not callable(attribute):
         return name
-    signature = inspect.signature(found)
-    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values() if one.name != "self"]
+    signature = inspect.signature(attribute)
+    plain = [
+        parameter.replace(annotation=parameter.empty)
+        for parameter in signature.parameters.values()
+        if parameter.name != "self"
+    ]
     return name + str(signature.replace(parameters=plain, return_annotation=signature.empty))
 
 

@@ -36,7 +36,7 @@ def grpo(result: dict[str, Any]) -> list[str]:
         rows[run["arm"]] += run["rows"]
     replayed = rows["R3"] + rows["TIS+R3"]
     live = rows["none"] + rows["TIS"]
-    every = [row for found in rows.values() for row in found]
+    every = [row for arm_rows in rows.values() for row in arm_rows]
     promises = {
         "there are steps with R3": bool(replayed),
         "router mismatch 0 with R3, in every step": not any(row["router_mismatch"] for row in replayed),
@@ -58,8 +58,8 @@ def main(example: str, *paths: str) -> int:
     """Say of each result which promises it breaks; 1 if it is any, 0 if none."""
     failed = {path: CHECKS[example](json.loads(Path(path).read_text())) for path in paths}
     for path, promises in failed.items():
-        told = [f"doesn't show: {promise}" for promise in promises] or ["shows all that it has to"]
-        print(*(f"{path} {line}" for line in told), sep="\n")
+        lines = [f"doesn't show: {promise}" for promise in promises] or ["shows all that it has to"]
+        print(*(f"{path} {line}" for line in lines), sep="\n")
     return int(not paths or any(failed.values()))
 
 

@@ -149,13 +149,13 @@ def rollouts(models: Sequence[Path], tensor_parallel_size: int) -> list[Part]:
     """Three starts of each model: eager, with graphs and held against the first, and without routes."""
     script = str(ROOT / "ci" / "rollout_device.py")
     tp = str(tensor_parallel_size)
-    found = []
+    starts = []
     for model in models:
         against = ("--against", f"{{folder}}/rollout {model.name} eager.out")
         for mode, more in (("eager", ()), ("graph", against), ("off", ())):
             command = (script, str(model), "{out}", "--mode", mode, "--tp", tp, *more)
-            found.append(Part(f"rollout {model.name} {mode}", ("vllm",), OF_A_ROLLOUT, command))
-    return found
+            starts.append(Part(f"rollout {model.name} {mode}", ("vllm",), OF_A_ROLLOUT, command))
+    return starts
 
 
 class Bench:
@@ -181,16 +181,16 @@ class Bench:
             return Result(part.name, FAIL, f"no time left of {self._budget:g} s for all parts")
         started = time.monotonic()
         places = {"{out}": str(out), "{folder}": str(self._folder)}
-        words = [re.sub(r"\{(out|folder)\}", lambda one: places[one[0]], word) for word in part.command]
-        rc, said = self.call(words, seconds, part.name)
+        words = [re.sub(r"\{(out|folder)\}", lambda match: places[match[0]], word) for word in part.command]
+        rc, output = self.call(words, seconds, part.name)
         spent = round(time.monotonic() - started, 1)
         result = Result(part.name, PASS if rc == 0 else FAIL, rc=rc, seconds=spent)
         if rc is None:
             result.why = f"stopped after {seconds:.0f} s"
         elif rc:
-            result.why = "; ".join(_plain(said)[-3:])
+            result.why = "; ".join(_plain(output)[-3:])
         if out.exists():
-            _read(result, out, said)
+            _read(result, out, output)
         return result
 
     def call(self, arguments: Sequence[str], seconds: float, name: str) -> tuple[int | None, str]:
@@ -216,23 +216,23 @@ class Bench:
         return rc, log.read_text(encoding="utf-8", errors="replace")
 
 
-def _plain(said: str) -> list[str]:
+def _plain(output: str) -> list[str]:
     """Without empty lines, and without this machine's paths."""
-    lines = said.replace(str(ROOT), ".").replace(str(Path.home()), "~").splitlines()
+    lines = output.replace(str(ROOT), ".").replace(str(Path.home()), "~").splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
-def _read(result: Result, out: Path, said: str) -> None:
+def _read(result: Result, out: Path, output: str) -> None:
     """What a part left: a test report, or JSON."""
     if not result.part.endswith(".py"):
         with contextlib.suppress(ValueError):  # it was stopped while it wrote
             result.found = json.loads(out.read_text(encoding="utf-8"))
-        found = result.found if isinstance(result.found, dict) else {}
+        report = result.found if isinstance(result.found, dict) else {}
         # On vllm-ascend a start that npu_replay captures says so in a worker. Without that line the rows that
         # were counted are the release's own.
-        if found.get("vllm_ascend") and found.get("mode") != "off":
-            line = next((line for line in said.splitlines() if CAPTURED in line), "")
-            found["captured"] = line[line.find(CAPTURED) :] if line else ""
+        if report.get("vllm_ascend") and report.get("mode") != "off":
+            line = next((line for line in output.splitlines() if CAPTURED in line), "")
+            report["captured"] = line[line.find(CAPTURED) :] if line else ""
             if result.result == PASS and not line:
                 result.result = FAIL
                 result.why = f"no worker said «{CAPTURED} ...»"
@@ -284,7 +284,7 @@ def _unpacked(wheels: Path | None, folder: Path) -> list[Path]:
     """The wheels whose packages the environment lacks, unpacked; and their folder, for what is so already."""
     if wheels is None:
         return []
-    found = [wheels.resolve()]
+    folders = [wheels.resolve()]
     for wheel in sorted(wheels.glob("*.whl")):
         name = wheel.name.partition("-")[0].replace("_", "-")
         try:
@@ -293,8 +293,8 @@ def _unpacked(wheels: Path | None, folder: Path) -> list[Path]:
             place = folder / name
             with zipfile.ZipFile(wheel) as packed:
                 packed.extractall(place)
-            found += [place, *place.glob("*.data/p*lib")]
-    return found
+            folders += [place, *place.glob("*.data/p*lib")]
+    return folders
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -313,29 +313,29 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Try all parts and write the JSON; 1 if one failed, 2 if there is no such device."""
-    told = options(arguments)
-    out: Path = told.out.resolve()
+    args = options(arguments)
+    out: Path = args.out.resolve()
     logs = out.with_suffix(".logs")
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    with environment(told.wheels, told.device) as (variables, folder):
-        models = [model.resolve() for model in told.rollout]
+    with environment(args.wheels, args.device) as (variables, folder):
+        models = [model.resolve() for model in args.rollout]
         bench = Bench(variables, folder, logs, 3 * OF_A_ROLLOUT * len(models) or BUDGET)
-        wanted = "npu" if told.device == "simulated" else told.device
-        rc, said = bench.call(["-c", _LOOK, wanted], 120, "device")
+        wanted = "npu" if args.device == "simulated" else args.device
+        rc, output = bench.call(["-c", _LOOK, wanted], 120, "device")
         if rc:
-            print(f"ci/device.sh: the device can't be used: {'; '.join(_plain(said)[-2:])}")
+            print(f"ci/device.sh: the device can't be used: {'; '.join(_plain(output)[-2:])}")
             return NOT_HERE
-        seen = json.loads(said.splitlines()[-1])
+        seen = json.loads(output.splitlines()[-1])
         kind = seen["machine"]["device"]
         name = seen["machine"]["name"]
-        if kind == "cpu" and told.device != "cpu":
+        if kind == "cpu" and args.device != "cpu":
             tries = "(--device cpu or simulated tries the script)"
             print(f"ci/device.sh: torch finds no accelerator here {tries}")
             return NOT_HERE
         print(f"{seen['count']} x {name or 'CPU'}, torch {seen['versions']['torch']}", flush=True)
         results = []
-        for part in rollouts(models, told.tp) or parts(kind, seen["count"], quick=told.quick):
+        for part in rollouts(models, args.tp) or parts(kind, seen["count"], quick=args.quick):
             last = bench.run(part)
             results.append(last)
             about = f"{last.passed} passed, {len(last.skipped)} skipped" if last.passed else ""
@@ -343,13 +343,14 @@ def main(arguments: Sequence[str]) -> int:
     report = {
         "schema": 1,
         "kind": "npu_replay device",
-        "passed": all(one.result != FAIL for one in results) and any(one.result == PASS for one in results),
+        "passed": all(result.result != FAIL for result in results)
+        and any(result.result == PASS for result in results),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "quick": told.quick,
+        "quick": args.quick,
         "devices": seen["count"],
         "versions": seen["versions"],
         "machine": seen["machine"],
-        "parts": [asdict(one) for one in results],
+        "parts": [asdict(result) for result in results],
     }
     out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     print(f"Wrote {out}; what each part printed is in {logs}")

@@ -25,4 +25,4 @@ def fenced(text: str) -> str:
     ['One.', '', '```python', '>>> 1 + 1', '2', '```', '', 'Two.']
     """
     without = re.sub(r" *# doctest: \+\w+", "", text)
-    return _EXAMPLE.sub(lambda found: f"{found[1]}```python\n{found[0]}\n{found[1]}```", without)
+    return _EXAMPLE.sub(lambda match: f"{match[1]}```python\n{match[0]}\n{match[1]}```", without)

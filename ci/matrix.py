@@ -42,7 +42,7 @@ class Release:
 
     def is_forced_onto(self, python: str) -> bool:
         """Does it say that this Python, such as 3.11.7, is too old?"""
-        asked, there = (tuple(map(int, one.split(".")[:2])) for one in (self.python or "0.0", python))
+        asked, there = (tuple(map(int, version.split(".")[:2])) for version in (self.python or "0.0", python))
         return there < asked
 
     def pip_arguments(self) -> list[str]:
@@ -66,12 +66,12 @@ class Matrix:
             ValueError: a name that means none of them; it names all.
         """
         asked = set(names)
-        found = [release for release in self.releases if {release.name, release.version} & asked]
-        known = {word for release in found for word in (release.name, release.version)}
+        releases = [release for release in self.releases if {release.name, release.version} & asked]
+        known = {word for release in releases for word in (release.name, release.version)}
         if unknown := sorted(asked - known):
             every = ", ".join(release.name for release in self.releases)
             raise ValueError(f"ci/matrix.toml has no {', '.join(unknown)}. It has {every}")
-        return found if asked else list(self.releases)
+        return releases if asked else list(self.releases)
 
     def one(self, product: str, version: str) -> Release:
         """The release of this product; a ValueError if it isn't in the file."""
@@ -84,10 +84,10 @@ def read(path: Path = TOML) -> Matrix:
     Raises:
         ValueError: a key that isn't known, or a tier of a release that isn't there.
     """
-    found = tomllib.loads(path.read_text(encoding="utf-8"))
-    tiers = found.pop("tiers", {})
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    tiers = tables.pop("tiers", {})
     releases = []
-    for package, lines in found.items():
+    for package, lines in tables.items():
         for version, line in lines.items():
             if unknown := sorted(line.keys() - KEYS):
                 raise ValueError(f"{package} {version}: {', '.join(unknown)} isn't known; {sorted(KEYS)} are")

@@ -120,22 +120,22 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     select = ["tests/matrix", "--ignore", TRANSFORMERS_TESTS]
     arguments = ["-q", "-rsfE", "-p", "no:cacheprovider"]
     arguments += select if release.product == "megatron" else [TRANSFORMERS_TESTS]
-    told = {"NPU_REPLAY_MATRIX_RESULT": str(result), "NPU_REPLAY_MATRIX_CASES": cases}
-    ended = process("jobs:tests", {"arguments": arguments}, told)
+    environment = {"NPU_REPLAY_MATRIX_RESULT": str(result), "NPU_REPLAY_MATRIX_CASES": cases}
+    ended = process("jobs:tests", {"arguments": arguments}, environment)
     status = ended.code or ended.answer
     log.write_text(ended.output, encoding="utf-8")
-    found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    report = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     # Where it failed its tests fail too, and say why. Of transformers nothing is native.
     native = snapshots.get("last", {}).get("native") or dict.fromkeys(CAPABILITIES[release.product], False)
-    shown, problems = judge(release.product, found, native, "all" if cases == "all" else "a choice")
-    if found and found.get(release.package) != release.version:
-        problems = [f"what ran was {release.package} {found.get(release.package)}"]
-    if not found or (status and not problems):
-        unsaid = "" if found else " and left no result"
+    shown, problems = judge(release.product, report, native, "all" if cases == "all" else "a choice")
+    if report and report.get(release.package) != release.version:
+        problems = [f"what ran was {release.package} {report.get(release.package)}"]
+    if not report or (status and not problems):
+        unsaid = "" if report else " and left no result"
         problems = [f"pytest ended with {status}{unsaid}, see {log.relative_to(ROOT)}"]
-    lines = ended.output.splitlines()[-30:] if status or not found else []
-    said = "\n".join(f"    {line}" for line in lines)
-    return Outcome(release, shown, tuple(problems), time.monotonic() - started, said)
+    lines = ended.output.splitlines()[-30:] if status or not report else []
+    output = "\n".join(f"    {line}" for line in lines)
+    return Outcome(release, shown, tuple(problems), time.monotonic() - started, output)
 
 
 def judge(
@@ -175,11 +175,11 @@ def stale(outcome: Outcome, known: Mapping[str, Shown]) -> list[str]:
     """Where docs/dev/matrix.md says something else than what was run."""
     if outcome.release.name not in known:
         return [f"docs/dev/matrix.md has no column for it: {STALE}"]
-    said = known[outcome.release.name].cells
+    cells = known[outcome.release.name].cells
     return [
-        f"{capability} is {cell}, and docs/dev/matrix.md says {said.get(capability, 'nothing')}: {STALE}"
+        f"{capability} is {cell}, and docs/dev/matrix.md says {cells.get(capability, 'nothing')}: {STALE}"
         for capability, cell in outcome.shown.cells.items()
-        if said.get(capability) != cell
+        if cells.get(capability) != cell
     ]
 
 
@@ -272,8 +272,10 @@ def capabilities(releases: Sequence[matrix.Release], known: Mapping[str, Shown])
         of_each = [known[column[0].name] for column in columns]
         cells = [noted(shown.cells.get(name, "not run"), shown.reasons.get(name)) for shown in of_each]
         rows.append([capability.says, *cells])
-    said = [f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for number, text in enumerate(notes, 1)]
-    return "\n".join([pages.table(titles, rows), "", *said]).rstrip()
+    footnotes = [
+        f"{number}. {text[0].upper()}{text[1:].rstrip('.')}." for number, text in enumerate(notes, 1)
+    ]
+    return "\n".join([pages.table(titles, rows), "", *footnotes]).rstrip()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -38,7 +38,7 @@ def is_there(requirement: Requirement) -> bool:
 def main() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = requirements(project, sys.argv[1:] or ["demo", "dev"])
-    missing = {str(one): one.name for one in needed if not is_there(one)}
+    missing = {str(requirement): requirement.name for requirement in needed if not is_there(requirement)}
     # The environment has to have this checkout itself, with its command and entry points.
     spec = find_spec("npu_replay")
     from_here = spec is not None and spec.origin == str(REPOSITORY / "npu_replay" / "__init__.py")

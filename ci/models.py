@@ -133,12 +133,12 @@ class Row:
 def families() -> list[str]:
     """The names of transformers' model folders that have experts."""
     kind = r"(?m)^class \w*(Router|Gating|Experts|MoE|Moe|MoeBlock|MoELayer)\(nn\.(Module|Linear)\)"
-    found = []
+    names = []
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         code = file.read_text(encoding="utf-8")
         if "experts" in code and re.search(kind, code):
-            found.append(file.parent.name)
-    return found
+            names.append(file.parent.name)
+    return names
 
 
 def build(family: str) -> PreTrainedModel:
@@ -196,7 +196,7 @@ def attempt(family: str) -> Row:
         npu_replay.record(model).__enter__().__exit__(KeyboardInterrupt, None, None)
     except ReplayError as error:
         return Row(family, ", ".join(sorted(names)), f"refused on entering: {error.problem}")
-    names |= {type(one.module).__name__ for one in routers.find([model])[0] if one.shows is None}
+    names |= {type(router.module).__name__ for router in routers.find([model])[0] if router.shows is None}
     try:
         verdict = _verdict(model)
     except ReplayError as error:
@@ -215,14 +215,15 @@ def _verdict(model: PreTrainedModel) -> str:
         replayed = _run(model, inputs)
     if not _same(plain, recorded) or not _same(recorded, replayed):
         return "WRONG: output or gradients differ"
-    found = routers.find([model])[0]
+    model_routers = routers.find([model])[0]
     with torch.no_grad():
-        for weight in (weight for router in found for weight in router.module.parameters()):
+        for weight in (weight for router in model_routers for weight in router.module.parameters()):
             weight.add_(torch.randn_like(weight))
-    with npu_replay.replay(model, recording.routes), _watched(model, found) as seen:
+    with npu_replay.replay(model, recording.routes), _watched(model, model_routers) as seen:
         changed = _run(model, inputs)
-    wanted = {router.label: recording.routes[0].layer_ids(router.label).long() for router in found}
-    dense = not seen and all(router.topk == 1 for router in found)  # Llama 4's experts are given every token
+    wanted = {router.label: recording.routes[0].layer_ids(router.label).long() for router in model_routers}
+    # Llama 4's experts are given every token.
+    dense = not seen and all(router.topk == 1 for router in model_routers)
     if not dense and (seen.keys() != wanted.keys() or not all(_is(seen[at], wanted[at]) for at in wanted)):
         return "WRONG: the experts were given other ids than the routes"
     if torch.equal(changed[0], _run(model, inputs)[0]):
@@ -231,7 +232,7 @@ def _verdict(model: PreTrainedModel) -> str:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, found: list[routers.Router]) -> Iterator[dict[int, torch.Tensor]]:
+def _watched(model: nn.Module, model_routers: list[routers.Router]) -> Iterator[dict[int, torch.Tensor]]:
     """What each layer's experts are called with: int64 [rows, topk], ids; or [experts], how many rows."""
     seen: dict[int, torch.Tensor] = {}
 
@@ -246,7 +247,7 @@ def _watched(model: nn.Module, found: list[routers.Router]) -> Iterator[dict[int
         seen[layer][expert] += args[0].numel() // args[0].shape[-1]
 
     with contextlib.ExitStack() as hooks:
-        for router in found:
+        for router in model_routers:
             block = router.module if router.shows is None else None
             if not hasattr(block, "experts"):
                 block = model.get_submodule(router.path.rpartition(".")[0])
@@ -277,10 +278,10 @@ def _run(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.
     return [output.detach(), *(None if w.grad is None else w.grad.clone() for w in model.parameters())]
 
 
-def _same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
-    return len(one) == len(other) and all(
+def _same(outcome: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
+    return len(outcome) == len(other) and all(
         a is b is None or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(outcome, other, strict=True)
     )
 
 

@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     of = version(tree)
 
-    def whole(found: re.Match[str]) -> str:
+    def whole(match: re.Match[str]) -> str:
         """A link into the repository by its address; pictures go to the file itself."""
-        picture, text, target = found.groups()
+        picture, text, target = match.groups()
         return f"{picture}[{text}]({address}/{'raw' if picture else 'blob'}/v{of}/{target})"
 
     readme = tree / "README.md"

@@ -34,7 +34,7 @@ def unpack(package: str, version: Version, folder: Path) -> None:
         session = command._build_session(options)
         finder = command._build_package_finder(options, session, ignore_requires_python=True)
         candidates = finder.find_all_candidates(package)
-        links = [one.link for one in candidates if Version(str(one.version)) == version]
+        links = [candidate.link for candidate in candidates if Version(str(candidate.version)) == version]
         if not links:
             raise SystemExit(f"{package} {version}: pip finds no such release for this interpreter")
         link = next((link for link in links if not link.is_wheel), links[-1])

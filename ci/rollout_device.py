@@ -60,19 +60,19 @@ def run(folder: Path, mode: str, tensor_parallel_size: int) -> tuple[dict[str, A
     prefix = random.integers(3, words, PREFIX).tolist()
     prompts = [[*prefix, *random.integers(3, words, 8 + 12 * at).tolist()] for at in range(PROMPTS)]
     asked = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-    given = [{"prompt_token_ids": ids} for ids in prompts]
-    engine.generate(given[:2], asked)  # what is slow once
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
+    engine.generate(requests[:2], asked)  # what is slow once
     started = time.perf_counter()
-    outputs = engine.generate(given, asked)
+    outputs = engine.generate(requests, asked)
     seconds = time.perf_counter() - started
-    found = {"vllm": vllm, "vllm_ascend": ascend, "mode": mode, "tp": tensor_parallel_size}
-    found |= {"tokens_per_second": round(PROMPTS * NEW / seconds, 1)}
+    report = {"vllm": vllm, "vllm_ascend": ascend, "mode": mode, "tp": tensor_parallel_size}
+    report |= {"tokens_per_second": round(PROMPTS * NEW / seconds, 1)}
     if mode == "off":
-        return found, np.empty(0, np.int32)
+        return report, np.empty(0, np.int32)
     routes = [from_vllm(output, folder)[0] for output in outputs]
-    rows = [one.ids.numpy()[: len(ids)] for one, ids in zip(routes, prompts, strict=True)]
-    found |= {"layers": len(routes[0].layers), "rows": sum(int(one.recorded.sum()) for one in routes)}
-    return found, np.sort(np.concatenate(rows), axis=-1)
+    rows = [sample.ids.numpy()[: len(ids)] for sample, ids in zip(routes, prompts, strict=True)]
+    report |= {"layers": len(routes[0].layers), "rows": sum(int(sample.recorded.sum()) for sample in routes)}
+    return report, np.sort(np.concatenate(rows), axis=-1)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,17 +83,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mode", choices=("eager", "graph", "off"), required=True)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--against", type=Path, help="the OUT of another start")
-    told = parser.parse_args(arguments)
-    known = RoutedModel.of(told.model)
+    args = parser.parse_args(arguments)
+    known = RoutedModel.of(args.model)
     print(f"{len(known.layers)} layers of {known.num_experts} experts, {known.topk} a token", flush=True)
-    found, rows = run(told.model, told.mode, told.tp)
-    np.save(told.out.with_suffix(".npy"), rows)
-    if told.against is not None:
-        wrong = (rows != np.load(told.against.with_suffix(".npy"))).any(-1)
-        found["differs_from_eager"] = round(float(wrong.mean()), 5)
-    told.out.write_text(json.dumps(found), encoding="utf-8")
-    print(json.dumps(found, indent=1))
-    differ = found.get("differs_from_eager", 0)
+    report, rows = run(args.model, args.mode, args.tp)
+    np.save(args.out.with_suffix(".npy"), rows)
+    if args.against is not None:
+        wrong = (rows != np.load(args.against.with_suffix(".npy"))).any(-1)
+        report["differs_from_eager"] = round(float(wrong.mean()), 5)
+    args.out.write_text(json.dumps(report), encoding="utf-8")
+    print(json.dumps(report, indent=1))
+    differ = report.get("differs_from_eager", 0)
     if differ > MAY_DIFFER:
         print(f"{differ:.1%} of the prompts' token-layers differ, above {MAY_DIFFER:.0%}")
         return 1

@@ -86,7 +86,7 @@ def loaded_from_elsewhere(page: str) -> list[str]:
     >>> loaded_from_elsewhere('<link rel=stylesheet href=//d/e.css> <style>@import url("http://f/g.css")</style>')
     ['//d/e.css', 'http://f/g.css']
     """
-    return [place for found in _LOADED.findall(page) for place in found if place]
+    return [place for groups in _LOADED.findall(page) for place in groups if place]
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
@@ -110,8 +110,8 @@ def with_reference(markdown: str) -> str:
     lines: list[str] = []
     names: list[str] = []
     for line in [*markdown.splitlines(), ""]:
-        if found := _NAME.match(line):
-            names.append(found[1])
+        if match := _NAME.match(line):
+            names.append(match[1])
         elif names:
             for name in names:
                 members = f"\n    options: {{members: [{MEMBERS[name]}]}}" if name in MEMBERS else ""
@@ -131,12 +131,12 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
     """
     in_clone = {place: name for name, place in OUTSIDE.items()}.get(page, f"docs/{page}")
 
-    def link(found: re.Match[str]) -> str:
-        image, words, target = found.groups()
+    def link(match: re.Match[str]) -> str:
+        image, words, target = match.groups()
         if "://" in target and image:
             return ""  # a badge: a page of the site loads nothing from elsewhere
         if "://" in target or target.startswith("#"):
-            return found.group()
+            return match.group()
         path, hash_sign, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(in_clone), path))
         elsewhere = path.removeprefix("docs/") if path.startswith("docs/") else ""
@@ -152,10 +152,10 @@ def relinked(markdown: str, page: str, known: set[str]) -> str:
 def on_page_context(context: Any, *, page: Any, config: Any, nav: Any) -> Any:
     """Give a page in Chinese the theme's Chinese words, and each page a switch to its other language."""
     source = page.file.src_uri
-    urls = {one.file.src_uri: one.url for one in nav.pages}
+    urls = {nav_page.file.src_uri: nav_page.url for nav_page in nav.pages}
     english, chinese = in_both(source, set(urls))
     config.theme["language"] = language = "zh" if source == chinese else "en"
-    home = next(one for one in nav.pages if one.file.src_uri == HOMES[language])
+    home = next(nav_page for nav_page in nav.pages if nav_page.file.src_uri == HOMES[language])
     nav.items[0] = home
     config.extra["homepage"] = home.url
     both = [(english, "English", "en"), (chinese, "中文", "zh")]
@@ -184,5 +184,5 @@ def in_both(source: str, known: set[str]) -> tuple[str, str]:
         return source, HOMES["zh"]
     english = SECTIONS.get(source, source.removeprefix("zh/").replace(".zh.md", ".md"))
     places = f"zh/{english}", english.replace(".md", ".zh.md")
-    chinese = source if source != english else next((one for one in places if one in known), "")
+    chinese = source if source != english else next((place for place in places if place in known), "")
     return english if english in known else "", chinese

@@ -45,8 +45,8 @@ def run(name: str, command: str) -> tuple[float, str, bool, str]:
     )
     seconds = time.monotonic() - started
     verdict = f"FAILED ({done.returncode})" if done.returncode else "passed"
-    said = f"== {name}: {verdict}, {seconds:.0f} s\n{done.stdout.decode('utf-8', 'replace')}"
-    return seconds, f"| {name} | {seconds:.0f} | {verdict} |", not done.returncode, said
+    report = f"== {name}: {verdict}, {seconds:.0f} s\n{done.stdout.decode('utf-8', 'replace')}"
+    return seconds, f"| {name} | {seconds:.0f} | {verdict} |", not done.returncode, report
 
 
 def main(table: Path) -> int:
@@ -56,15 +56,15 @@ def main(table: Path) -> int:
     ended = []
     with ThreadPoolExecutor(2) as lanes:
         for done in as_completed([lanes.submit(run, *stage) for stage in stages]):
-            *row, said = done.result()
+            *row, report = done.result()
             ended.append(row)
-            print(said, flush=True)
+            print(report, flush=True)
     rows = [row for _, row, _ in sorted(ended, reverse=True)]
     lines = ["| stage | seconds | |", "|---|---|---|", *rows]
-    told = "\n".join([*lines, f"| all, beside each other | {time.monotonic() - started:.0f} | |"])
+    summary = "\n".join([*lines, f"| all, beside each other | {time.monotonic() - started:.0f} | |"])
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(told + "\n", encoding="utf-8")
-    print(told)
+    table.write_text(summary + "\n", encoding="utf-8")
+    print(summary)
     return int(not all(passed for *_, passed in ended))
 
 

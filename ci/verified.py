@@ -36,29 +36,32 @@ TITLES = {
 HEADS = {SMOKE: "Reports of `npu-replay smoke`", DEVICE: "Reports of `bash ci/device.sh`"}
 
 
-def row(found: dict[str, Any], name: str) -> list[str]:
+def row(report: dict[str, Any], name: str) -> list[str]:
     """A report as a row of its kind's table."""
-    machine = found["machine"]
-    versions = found["versions"]
+    machine = report["machine"]
+    versions = report["versions"]
     torch = versions["torch"]
     device = machine["name"] or {"cpu": "a CPU"}.get(machine["device"], machine["device"])
-    if found["kind"] == SMOKE:
-        options = found["options"]
-        sizes = [str(found["processes"]), *(f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1)]
+    if report["kind"] == SMOKE:
+        options = report["options"]
+        sizes = [
+            str(report["processes"]),
+            *(f"{axis} {options[axis]}" for axis in _AXES if options[axis] > 1),
+        ]
         sizes += ["recompute"] * options["recompute"]
         torch += f" ({versions['torch_npu']})" if versions["torch_npu"] else ""
-        tried = {one["feature"] for one in found["results"]}
-        failed = dict.fromkeys(one["feature"] for one in found["results"] if one["result"] == "FAIL")
+        tried = {entry["feature"] for entry in report["results"]}
+        failed = dict.fromkeys(entry["feature"] for entry in report["results"] if entry["result"] == "FAIL")
         features = f"not {', '.join(failed)}" if failed else f"all {len(tried)}"
         of_kind = [versions["mindspeed"], ", ".join(sizes), features]
     else:
-        device = f"{found['devices']} x {device}"
+        device = f"{report['devices']} x {device}"
         of_kind = [versions["transformers"]]
         for result in ("PASS", "FAIL", "MISSING"):
-            those = [part for part in found["parts"] if part["result"] == result]
+            those = [part for part in report["parts"] if part["result"] == result]
             of_kind.append(
                 ", ".join(
-                    f"{one['part']} ({one['passed']})" if one["passed"] else one["part"] for one in those
+                    f"{part['part']} ({part['passed']})" if part["passed"] else part["part"] for part in those
                 )
             )
     sender, known, _ = name.partition("--")
@@ -69,7 +72,7 @@ def row(found: dict[str, Any], name: str) -> list[str]:
         versions["megatron-core"],
         *of_kind,
         versions["npu_replay"],
-        found["date"][:10],
+        report["date"][:10],
         sender if known else "this project",
         f"[{name}](dev/verified/{name}.json)",
     ]
@@ -107,7 +110,7 @@ def table(folder: Path = FOLDER) -> str:
         rows = [row(report, name) for name, report in reports.items()]
         missing = DEVICES.keys() - {report["machine"]["device"] for report in reports.values()}
         empty = [""] * (len(titles) - 1)
-        rows += [[f"{told}: no report yet", *empty] for one, told in DEVICES.items() if one in missing]
+        rows += [[f"{name}: no report yet", *empty] for device, name in DEVICES.items() if device in missing]
         tables.append(f"**{HEADS[kind]}**\n\n{pages.table(titles, rows)}")
     return "\n\n".join(tables)
 
@@ -115,8 +118,8 @@ def table(folder: Path = FOLDER) -> str:
 def of_kind(kind: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
     """The reports of a kind by name, those on accelerators first."""
     reports = {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
-    found = [(name, report) for name, report in reports.items() if report["kind"] == kind]
-    return dict(sorted(found, key=lambda one: (one[1]["machine"]["device"] == "cpu", one[0])))
+    entries = [(name, report) for name, report in reports.items() if report["kind"] == kind]
+    return dict(sorted(entries, key=lambda entry: (entry[1]["machine"]["device"] == "cpu", entry[0])))
 
 
 def read(path: Path) -> dict[str, Any]:

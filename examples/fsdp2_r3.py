@@ -75,7 +75,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     batch = pad_sequence(tokens, batch_first=True)
-    mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
+    mask = pad_sequence([torch.ones_like(ids) for ids in tokens], batch_first=True)
     rows = TokenLayout.of_batch(batch, mask).gather(routes)  # routes of other tokens are refused
     counted = mask[:, 1:].bool()
     expected = pad_sequence(sampled, batch_first=True)[counted]
@@ -86,10 +86,10 @@ def main():
         with torch.no_grad(), block():  # the pass over the old log-probs takes the rollout's experts, too
             old = log_probs(model, batch, mask)[counted]
         with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
-            found = log_probs(model, batch, mask)[counted]
-            (found - old).exp().mean().neg().backward()  # recomputes each layer, inside the block
+            new = log_probs(model, batch, mask)[counted]
+            (new - old).exp().mean().neg().backward()  # recomputes each layer, inside the block
         routing = npu_replay.compare([rows], seen.shown)
-        apart = npu_replay.compare(expected, found.detach())
+        apart = npu_replay.compare(expected, new.detach())
         counts = torch.tensor([routing.differing, routing.token_layers])
         dist.all_reduce(counts)
         if rank == 0:
@@ -99,7 +99,7 @@ def main():
             )
     optimizer.step()
     assert counts[0] == 0, "the update used other experts than the rollout"
-    assert torch.equal(found, old), "the ratio of the first update is 1"
+    assert torch.equal(new, old), "the ratio of the first update is 1"
     if rank == 0:
         print(
             f"R3 took place on {dist.get_world_size()} ranks: "

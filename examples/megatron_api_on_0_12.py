@@ -96,15 +96,15 @@ def main():
     for weights in ("the same weights", "other weights"):
         if weights == "other weights":
             with torch.no_grad():  # stands for optimizer.step()
-                for one in model.parameters():
-                    one += 0.1 * one.std() * torch.randn_like(one)
+                for weight in model.parameters():
+                    weight += 0.1 * weight.std() * torch.randn_like(weight)
         with torch.no_grad(), npu_replay.observe(model) as free:  # what the routers choose by themselves
             for tokens in micro_batches:
                 log_probs(model, tokens)
         new = [update(model, *each) for each in zip(micro_batches, recorded, strict=True)]
         mismatch = npu_replay.compare(chosen, [shown for _, shown in new]).router_mismatch
         without = npu_replay.compare(chosen, free.shown).router_mismatch
-        largest = (torch.stack([one for one, _ in new]) - torch.stack(old)).abs().max().item()
+        largest = (torch.stack([log_prob for log_prob, _ in new]) - torch.stack(old)).abs().max().item()
         print(
             f"{weights}: mismatch with replay {mismatch:g}, without {without:.2%}; "
             f"largest log-prob difference {largest:.2g}"

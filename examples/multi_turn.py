@@ -59,9 +59,9 @@ def dialogue(llm, folder, prompt):
     tokens = prompt
     for number in range(TURNS):
         if number:
-            said = tool(rollout.tokens.tolist()[-SAMPLED:])
-            rollout.append(said)  # no rows yet: the next turn brings them
-            was_sampled += [False] * len(said)
+            reply = tool(rollout.tokens.tolist()[-SAMPLED:])
+            rollout.append(reply)  # no rows yet: the next turn brings them
+            was_sampled += [False] * len(reply)
             tokens = rollout.tokens.tolist()
         done, new = turn(llm, folder, tokens)
         rollout.extend(done)
@@ -81,16 +81,16 @@ def main():
         llm = vllm.LLM(**wanted.arguments, skip_tokenizer_init=True)
         prompts = [torch.randint(0, 400, (length,)).tolist() for length in (9, 14)]
         rollouts, masks, expected = zip(*[dialogue(llm, folder, prompt) for prompt in prompts], strict=True)
-    tokens = [torch.from_numpy(one.tokens) for one in rollouts]
-    samples = [one.routes for one in rollouts]
-    expected = torch.tensor([value for one in expected for value in one])
-    rows = sum(int(one.recorded.sum()) for one in samples)
-    lengths = [len(one) for one in tokens]
+    tokens = [torch.from_numpy(rollout.tokens) for rollout in rollouts]
+    samples = [rollout.routes for rollout in rollouts]
+    expected = torch.tensor([value for probs in expected for value in probs])
+    rows = sum(int(sample.recorded.sum()) for sample in samples)
+    lengths = [len(ids) for ids in tokens]
     print(f"{len(rollouts)} dialogues of {TURNS} turns: {sum(lengths)} tokens, ", end="")
     print(f"{len(expected)} of them sampled, {rows} with a route")
 
     batch = pad_sequence(tokens, batch_first=True)
-    mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
+    mask = pad_sequence([torch.ones_like(ids) for ids in tokens], batch_first=True)
     counted = pad_sequence(list(masks), batch_first=True)[:, 1:]
     routes = TokenLayout.of_batch(batch, mask).gather(samples)  # routes of other tokens are refused
     model = model.float().train()
@@ -104,14 +104,14 @@ def main():
         with torch.no_grad(), block():  # the pass over the old log-probs takes the engine's experts, too
             old = log_probs()
         with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
-            found = log_probs()
-            (found - old).exp().mean().neg().backward()  # your policy gradient, of sampled tokens alone
+            new = log_probs()
+            (new - old).exp().mean().neg().backward()  # your policy gradient, of sampled tokens alone
         mismatch = npu_replay.compare([routes], seen.shown).router_mismatch
-        apart = npu_replay.compare(expected, found.detach())
+        apart = npu_replay.compare(expected, new.detach())
         largest = f"largest log-prob difference {apart.max_difference:.2f}"
         print(f"{name}: mismatch {mismatch:.2%}, KL {apart.kl:.1e}, {largest}")
     assert mismatch == 0, "the trainer used other experts than the engine"
-    assert torch.equal(found, old), "the ratio of the first update is 1"
+    assert torch.equal(new, old), "the ratio of the first update is 1"
     assert rows == sum(lengths) - len(lengths), "every token has a route but the last, which no one ran"
     print("R3 took place: the trainer used the experts of every turn")
 

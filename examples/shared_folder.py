@@ -73,12 +73,12 @@ def trainer(folder, from_worker):
     """Reads the routes of its batch by their tokens, lays them out, and replays them."""
     tokens, sampled, shard = pickle.loads(from_worker.get(timeout=PATIENCE))
     store = RouteStore(folder, shard=shard)
-    samples = [store.of(one) for one in tokens]
-    fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
+    samples = [store.of(ids) for ids in tokens]
+    fingerprints = [npu_replay.fingerprint(ids) for ids in tokens]  # routes of other tokens are refused
     layout = TokenLayout.padded(LENGTHS, max(LENGTHS), order="batch", fingerprints=fingerprints)
     routes = layout.gather(samples)
     batch = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in tokens], batch_first=True)
     expected = torch.nn.utils.rnn.pad_sequence(sampled, batch_first=True)
 
     model = build(torch.float32)
@@ -88,16 +88,16 @@ def trainer(folder, from_worker):
         with torch.no_grad(), block():  # the pass over the old log-probs takes the rollout's experts, too
             old = log_probs(model, batch, mask)[counted]
         with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
-            found = log_probs(model, batch, mask)[counted]
-            (found - old).exp().mean().neg().backward()  # your policy gradient
+            new = log_probs(model, batch, mask)[counted]
+            (new - old).exp().mean().neg().backward()  # your policy gradient
         mismatch = npu_replay.compare([routes], seen.shown).router_mismatch
-        apart = npu_replay.compare(expected[counted], found.detach())
+        apart = npu_replay.compare(expected[counted], new.detach())
         print(
             f"trainer {os.getpid()}, {name}: mismatch {mismatch:.2%}, "
             f"KL {apart.kl:.1e}, largest log-prob difference {apart.max_difference:.2f}"
         )
     assert mismatch == 0, "the trainer used other experts than the rollout"
-    assert torch.equal(found, old), "the ratio of the first update is 1"
+    assert torch.equal(new, old), "the ratio of the first update is 1"
     print(f"trainer {os.getpid()}: replayed what the worker wrote")
 
 
@@ -107,12 +107,14 @@ def main():
         context = multiprocessing.get_context("spawn")
         batches = context.Queue()
         work = [(rollout_worker, (folder, batches)), (trainer, (folder, batches))]
-        processes = [context.Process(target=target, args=given, daemon=True) for target, given in work]
-        for one in processes:
-            one.start()
-        for one in processes:
-            one.join(PATIENCE)
-        assert [one.exitcode for one in processes] == [0, 0], "a process failed: see above"
+        processes = [
+            context.Process(target=target, args=arguments, daemon=True) for target, arguments in work
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(PATIENCE)
+        assert [process.exitcode for process in processes] == [0, 0], "a process failed: see above"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from npu_replay.compat.vllm import engine_arguments
 ENDS = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm"}
 ENDS |= {"output_layer": "lm_head"}  # Megatron's name of a weight, and transformers'
 LAYER = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-LAYER |= {f"self_attention.{one}_layernorm": f"self_attn.{one}_norm" for one in "qk"}
+LAYER |= {f"self_attention.{name}_layernorm": f"self_attn.{name}_norm" for name in "qk"}
 LAYER |= {"self_attention.linear_proj": "self_attn.o_proj", "mlp.router": "mlp.gate"}
 
 
@@ -58,7 +58,7 @@ def megatron_like(qwen):
     for layer in range(its.num_hidden_layers):
         here, there = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         ours |= {f"{here}{name}.weight": theirs[f"{there}{other}.weight"] for name, other in LAYER.items()}
-        parts = [theirs[f"{there}self_attn.{one}_proj.weight"] for one in "qkv"]  # a group's lie together
+        parts = [theirs[f"{there}self_attn.{name}_proj.weight"] for name in "qkv"]  # a group's lie together
         groups = [part.view(its.num_key_value_heads, -1, its.hidden_size) for part in parts]
         ours[f"{here}self_attention.linear_qkv.weight"] = torch.cat(groups, dim=1).flatten(0, 1)
         for name, other in {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}.items():
@@ -95,11 +95,11 @@ def main():
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     model = megatron_like(qwen)
 
-    batch, lengths = pad_sequence(tokens, batch_first=True), [len(one) for one in tokens]
+    batch, lengths = pad_sequence(tokens, batch_first=True), [len(ids) for ids in tokens]
     places = torch.arange(batch.shape[1]).expand_as(batch)
     unseen = torch.ones(batch.shape[1], batch.shape[1], dtype=torch.bool).triu(1)[None, None]
     counted = pad_sequence(response, batch_first=True)[:, 1:]
-    fingerprints = [npu_replay.fingerprint(one) for one in tokens]  # routes of other tokens are refused
+    fingerprints = [npu_replay.fingerprint(ids) for ids in tokens]  # routes of other tokens are refused
     rows = npu_replay.TokenLayout.padded(lengths, batch.shape[1], fingerprints=fingerprints).gather(samples)
 
     def log_probs():
@@ -111,14 +111,14 @@ def main():
         with torch.no_grad(), block():  # the pass over the old log-probs takes the engine's experts, too
             old = log_probs()
         with npu_replay.observe(model) as seen, block():  # observe reads the routers' outputs
-            found = log_probs()
-            (found - old).exp().mean().neg().backward()  # your policy gradient; recomputes each layer
+            new = log_probs()
+            (new - old).exp().mean().neg().backward()  # your policy gradient; recomputes each layer
         mismatch = npu_replay.compare([rows], seen.shown).router_mismatch
-        apart = npu_replay.compare(torch.tensor(sampled), found.detach())
+        apart = npu_replay.compare(torch.tensor(sampled), new.detach())
         largest = f"largest log-prob difference {apart.max_difference:.2f}"
         print(f"{name}: mismatch {mismatch:.2%}, KL {apart.kl:.1e}, {largest}")
     assert mismatch == 0, "Megatron used other experts than vLLM"
-    assert torch.equal(found, old), "the ratio of the first update is 1"
+    assert torch.equal(new, old), "the ratio of the first update is 1"
     print("R3 took place: Megatron used the experts that vLLM used")
 
 

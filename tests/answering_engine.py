@@ -82,8 +82,13 @@ class Engine:
     def _output(self, prompt: list[int], sampling: Any) -> Any:
         sampled, rows = self.run(prompt)
         rows.flags.writeable = False  # as vLLM's are
-        said = {"token_ids": sampled, "routed_experts": rows, "finish_reason": "length", "stop_reason": None}
-        outputs = [SimpleNamespace(index=number, **said) for number in range(getattr(sampling, "n", 1))]
+        fields = {
+            "token_ids": sampled,
+            "routed_experts": rows,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+        outputs = [SimpleNamespace(index=number, **fields) for number in range(getattr(sampling, "n", 1))]
         return SimpleNamespace(request_id="0", prompt_token_ids=prompt, outputs=outputs, finished=True)
 
 

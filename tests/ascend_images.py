@@ -265,7 +265,7 @@ IMAGES = VERL_IMAGES + OTHER_IMAGES
 
 def image(tag: str) -> Image:
     """Return the image with this tag."""
-    return next(one for one in IMAGES if tag in one.tags)
+    return next(image for image in IMAGES if tag in image.tags)
 
 
 # A simulated image
@@ -335,9 +335,9 @@ __version__ = "{_TE_NPU}"
 '''
 
 
-def _release(said: str, other: str) -> str:
+def _release(version: str, other: str) -> str:
     """Return a version: what the table says where it is one, `other` for a branch, a commit or «any»."""
-    return said if "." in said or not said else other
+    return version if "." in version or not version else other
 
 
 def _transformers(folder: Path, version: str) -> None:

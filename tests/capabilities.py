@@ -48,8 +48,8 @@ def _reach(owner: Any, path: str) -> Any:
 
 def _takes(module: str, function: str, argument: str) -> Callable[[], bool]:
     def ask() -> bool:
-        found = _reach(import_module(module), function)
-        return found is not None and argument in inspect.signature(found).parameters
+        target = _reach(import_module(module), function)
+        return target is not None and argument in inspect.signature(target).parameters
 
     return ask
 

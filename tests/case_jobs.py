@@ -51,7 +51,7 @@ def noted(
         imports: what else takes long to import: one process does, and the ranks are its forks.
         env: more of the environment.
     """
-    found: Notes = {}
+    notes: Notes = {}
     here = [item for item in request.session.items if item.path == request.path]
     asked = [item for item in here if request.fixturename in item.fixturenames]  # type: ignore[attr-defined]
     left: list[str] = [item.callspec.params["case"] for item in asked]  # type: ignore[attr-defined]
@@ -71,18 +71,18 @@ def noted(
         output = "\n".join(process.problem for process in ended if process.problem)
         for file in sorted(folder.glob("rank-*.jsonl")):
             for note in map(json.loads, file.read_text().splitlines()):
-                found.setdefault(note["case"], []).append(note)
-        whole = [len(found.get(case, [])) == ranks and not _problems(found, case) for case in left]
+                notes.setdefault(note["case"], []).append(note)
+        whole = [len(notes.get(case, [])) == ranks and not _problems(notes, case) for case in left]
         if all(whole):
             if output:  # a rank that fails behind its last case
-                found[left[-1]].append({"problem": f"the job ended:\n{output}"})
+                notes[left[-1]].append({"problem": f"the job ended:\n{output}"})
             break
         failed = whole.index(False)
-        found.setdefault(left[failed], []).append({"problem": f"the job ended:\n{output}"})
+        notes.setdefault(left[failed], []).append({"problem": f"the job ended:\n{output}"})
         left = left[failed + 1 :]
         if not left:
             break
-    return found
+    return notes
 
 
 def check(notes: Notes, case: str) -> None:

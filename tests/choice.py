@@ -58,7 +58,7 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         every = cases[0].get_closest_marker("choice").kwargs.get("every")
-        values = [one.callspec.params for one in cases]
+        values = [case.callspec.params for case in cases]
         places = set(range(0, len(cases), every) if every else chosen(values))
         for place, case in enumerate(cases):
             if place not in places:
@@ -84,7 +84,7 @@ def chosen(cases: Sequence[Mapping[str, Any]]) -> list[int]:
     order = list(range(len(cases)))
     random.Random(0).shuffle(order)  # of two like tables, each value would meet itself
     while left:
-        place = max(order, key=lambda one: len(met[one] & left))
+        place = max(order, key=lambda candidate: len(met[candidate] & left))
         places.append(place)
         left -= met[place]
     return places

@@ -35,5 +35,5 @@ def invoke(*arguments: object) -> Result:
     err = io.StringIO()
     streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
     with streams[0], streams[1], pytest.raises(SystemExit) as ended:
-        main([str(one) for one in arguments])
+        main([str(argument) for argument in arguments])
     return Result(ended.value, out.getvalue(), err.getvalue())

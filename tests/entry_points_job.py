@@ -28,7 +28,8 @@ def write(folder: Path, name: str, groups: Mapping[str, Mapping[str, str]]) -> N
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
     lines = [
-        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in one.items()) for group, one in groups.items()
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items())
+        for group, entries in groups.items()
     ]
     (about / "entry_points.txt").write_text("".join(lines))
 
@@ -53,6 +54,6 @@ def process(task: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "torch": raised,
         "modules": sorted(sys.modules),
-        "finders": [getattr(one, "__name__", type(one).__name__) for one in sys.meta_path],
+        "finders": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
         "environment": {name: value for name, value in os.environ.items() if name not in task["variables"]},
     }

@@ -72,19 +72,19 @@ def run(target: str, task: Mapping[str, Any] | None = None, **how: Any) -> Any:
 def run_ranks(target: str, task: Mapping[str, Any] | None, ranks: int, **how: Any) -> list[Any]:
     """What it returns on each of several ranks."""
     ended = start(target, task, ranks=ranks, **how)
-    problems = [one.problem for one in ended if one.problem]
+    problems = [process.problem for process in ended if process.problem]
     if problems:
         raise RuntimeError("\n\n".join(problems))
-    return [one.answer for one in ended]
+    return [process.answer for process in ended]
 
 
 def by_case(target: str, ranks: int) -> dict[str, list[str]]:
     """What each rank that knows a case found of it, where each returns a dict of cases."""
-    found: dict[str, list[str]] = {}
+    answers: dict[str, list[str]] = {}
     for answer in run_ranks(target, None, ranks):
         for case, what in answer.items():
-            found.setdefault(case, []).append(what)
-    return found
+            answers.setdefault(case, []).append(what)
+    return answers
 
 
 def start(
@@ -122,8 +122,10 @@ def start(
         files.mkdir(exist_ok=True)
         # The store that torchrun's agent keeps for its ranks.
         rendezvous = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-        given = {**(task or {}), "world": ranks, "folder": str(files), "store": str(own / "store")}
-        processes = [_Process(own, rank, target, given, env or {}, path, rendezvous) for rank in range(ranks)]
+        whole_task = {**(task or {}), "world": ranks, "folder": str(files), "store": str(own / "store")}
+        processes = [
+            _Process(own, rank, target, whole_task, env or {}, path, rendezvous) for rank in range(ranks)
+        ]
         leader = (_SPAWN if fresh else _FORKSERVER).Process(target=_lead, args=(own, ranks, before))
         leader.start()
         try:
@@ -163,8 +165,8 @@ class _Process:
         first = [*map(str, path), str(TESTS)]
         changes["PYTHONPATH"] = os.pathsep.join([*first, *filter(None, [os.environ.get("PYTHONPATH")])])
         changes |= env
-        given = {"target": target, "task": task | {"rank": rank}, "path": first, "env": changes}
-        (folder / f"{rank}.task").write_text(json.dumps(given), encoding="utf-8")
+        call = {"target": target, "task": task | {"rank": rank}, "path": first, "env": changes}
+        (folder / f"{rank}.task").write_text(json.dumps(call), encoding="utf-8")
 
     def code(self, leader: BaseProcess) -> int | None:
         """Its exit code; None while it runs."""
@@ -174,13 +176,13 @@ class _Process:
     def ended(self, leader: BaseProcess, why: str) -> Ended:
         answer = self._folder / f"{self._rank}.answer"
         code = self.code(leader) or 0
-        found = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
+        result = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
         file = self._folder / f"{self._rank}.output"
         output = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         return Ended(
             self.name,
             code or (0 if answer.exists() else 1),
-            found,
+            result,
             output + ("" if self._ended.exists() else why),
         )
 
@@ -255,11 +257,11 @@ def _work(folder: Path, rank: int) -> None:
 
     The interpreter doesn't end by itself: gloo's threads may make an abort of that.
     """
-    given = _enter(folder, rank)
+    call = _enter(folder, rank)
     code = 1
     try:
-        found = _called(given["target"], given["task"])
-        (folder / f"{rank}.answer").write_text(json.dumps(found), encoding="utf-8")
+        result = _called(call["target"], call["task"])
+        (folder / f"{rank}.answer").write_text(json.dumps(result), encoding="utf-8")
         code = 0
     except SystemExit as stopped:
         code = int(bool(stopped.code))
@@ -274,13 +276,13 @@ def _work(folder: Path, rank: int) -> None:
 
 def _enter(folder: Path, rank: int) -> dict[str, Any]:
     """Take a rank's output, folder, variables and path; what it was given."""
-    given: dict[str, Any] = json.loads((folder / f"{rank}.task").read_text(encoding="utf-8"))
+    call: dict[str, Any] = json.loads((folder / f"{rank}.task").read_text(encoding="utf-8"))
     output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # kept when it is killed
     os.chdir(folder)
-    for name, value in given["env"].items():
+    for name, value in call["env"].items():
         if value is None:
             os.environ.pop(name, None)
         else:
@@ -288,8 +290,8 @@ def _enter(folder: Path, rank: int) -> dict[str, Any]:
     sys.argv[1:] = []  # MindSpeed reads it
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    sys.path[:] = [*given["path"], *(entry for entry in sys.path if entry not in given["path"])]
-    return given
+    sys.path[:] = [*call["path"], *(entry for entry in sys.path if entry not in call["path"])]
+    return call
 
 
 def printed(code: str, **how: Any) -> Any:

@@ -53,15 +53,15 @@ def objects() -> Objects:
     Of the modules that were there when this was first asked, and of those that are served: building a model
     imports more.
     """
-    found: Objects = {}
+    by_path: Objects = {}
     for name in sorted({*_seen(), *SERVED}):
         if (module := sys.modules.get(name)) is not None:
-            found[name] = module
+            by_path[name] = module
             for key, value in vars(module).items():
-                found[f"{name}.{key}"] = value
+                by_path[f"{name}.{key}"] = value
                 if inspect.isclass(value) and value.__module__ == name:
-                    found |= {f"{name}.{key}.{inner}": own for inner, own in _own(value).items()}
-    return {path: value for path, value in found.items() if _is_code(value)}
+                    by_path |= {f"{name}.{key}.{inner}": own for inner, own in _own(value).items()}
+    return {path: value for path, value in by_path.items() if _is_code(value)}
 
 
 def _is_code(value: Any) -> bool:
@@ -89,9 +89,9 @@ def differing(before: Objects, after: Objects) -> list[str]:
     return [path for path in paths if before.get(path, missing) is not after.get(path, missing)]
 
 
-def described(found: Objects) -> dict[str, str]:
+def described(by_path: Objects) -> dict[str, str]:
     """The same for another process: where each function, class and module comes from."""
-    return {path: _origin(value) for path, value in found.items()}
+    return {path: _origin(value) for path, value in by_path.items()}
 
 
 def _origin(value: Any) -> str:

@@ -139,15 +139,15 @@ def _with_tensors(op: Any, args: tuple[Any, ...]) -> list[Any]:
     """The arguments, with a tensor for each number that torch passes in the place of one (`ids & 1`)."""
     wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
     return [
-        torch.tensor(one) if is_tensor and isinstance(one, (int, float)) else one
-        for one, is_tensor in zip(args, wanted, strict=False)
+        torch.tensor(argument) if is_tensor and isinstance(argument, (int, float)) else argument
+        for argument, is_tensor in zip(args, wanted, strict=False)
     ]
 
 
 def _each(change: Callable[[Any], Any], x: Any) -> Any:
     """`change` of every tensor and device in the arguments or results of an operation."""
     if isinstance(x, (list, tuple)):
-        changed = [_each(change, one) for one in x]
+        changed = [_each(change, part) for part in x]
         return changed if isinstance(x, list) else tuple(changed)
     return change(x)
 

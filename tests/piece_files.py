@@ -39,7 +39,7 @@ def read_files(handles: Sequence[Any], patience: float) -> list[RoutedExperts | 
 
 def _read(file: Path, number: int) -> RoutedExperts | Exception:
     try:
-        found: RoutedExperts = pickle.loads(file.read_bytes())[number]
+        routes: RoutedExperts = pickle.loads(file.read_bytes())[number]
     except OSError as error:
         return error
-    return found
+    return routes

@@ -71,7 +71,7 @@ class Rank:
             self.kept = got = delivery.fetch(references, self.layout, patience=patience)
         except InvalidRoutes as error:
             return str(error), time.monotonic() - begun
-        return [digest(one) for one in got if one is not None]
+        return [digest(sample) for sample in got if sample is not None]
 
     def drop(self) -> None:
         """The step is over."""
@@ -128,7 +128,7 @@ class Machine:
     def held(self) -> dict[str, int]:
         """Bytes of what was put on each node and isn't freed, by Ray's own count."""
         free = available_resources_per_node()
-        total = {one["NodeID"]: one["Resources"] for one in ray.nodes() if one["Alive"]}
+        total = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         return {
             name: int(total[node.node_id]["object_store_memory"] - free[node.node_id]["object_store_memory"])
             for name, node in self.nodes.items()
@@ -138,10 +138,10 @@ class Machine:
     def settled(self, fine: Callable[[dict[str, int]], bool], seconds: float = 20) -> dict[str, int]:
         """What the stores hold once it is as it should be, or after so many seconds."""
         until = time.monotonic() + seconds
-        while not fine(held := self.held()) and time.monotonic() < until:
+        while not fine(sizes := self.held()) and time.monotonic() < until:
             gc.collect()
             time.sleep(0.2)
-        return held
+        return sizes
 
 
 def _shared_memory(pid: int) -> int:

@@ -116,9 +116,9 @@ class Request:
     def openai(self, kind: str = "chat.completion", choices: int = 1, **extra: Any) -> dict[str, Any]:
         """The answer of an OpenAI endpoint: the routes lie beside the choices, the first one's alone."""
         info = self.meta_info()
-        said = {"weight_version": info["weight_version"]}
+        metadata = {"weight_version": info["weight_version"]}
         if self.since("0.5.19"):
-            said["weight_versions"] = info["weight_versions"]
+            metadata["weight_versions"] = info["weight_versions"]
         body = {
             "id": self.id,
             "object": kind,
@@ -130,17 +130,17 @@ class Request:
                 "completion_tokens": len(self.output) * choices,
                 "total_tokens": len(self.prompt) + len(self.output) * choices,
             },
-            "metadata": said,
+            "metadata": metadata,
         }
         if info.get("routed_experts") and not (extra.get("meta_info") and self.since("0.5.19")):
             body["sglext"] = {"routed_experts": info["routed_experts"]}
         return body
 
     def _choice(self, kind: str, index: int, **extra: Any) -> dict[str, Any]:
-        said = {"role": "assistant", "content": "..."}
+        message = {"role": "assistant", "content": "..."}
         choice = {
             "index": index,
-            **({"message": said} if kind.startswith("chat") else {"text": "..."}),
+            **({"message": message} if kind.startswith("chat") else {"text": "..."}),
             "logprobs": None,
             "finish_reason": self.finish,
             "matched_stop": None,

@@ -31,7 +31,7 @@ def command(file: Path) -> list[str]:
         rf"(?m)^    (?:PYTHONPATH=\S+ )?((?:python|torchrun) .*examples/{file.name}.*)$", docstring(file)
     )
     launcher, *arguments = shlex.split(line, comments=True)
-    return LAUNCHERS[launcher] + [one for one in arguments if not one.startswith("[")]
+    return LAUNCHERS[launcher] + [argument for argument in arguments if not argument.startswith("[")]
 
 
 def promised(file: Path) -> list[str]:
@@ -43,8 +43,8 @@ def promised(file: Path) -> list[str]:
 def plain(text: str) -> list[str]:
     """Lines in which every number is `#` or, where it is zero, `0`."""
 
-    def kind(found: re.Match[str]) -> str:
-        return "#" if re.search("[1-9]", found.group().split("e")[0]) else "0"
+    def kind(match: re.Match[str]) -> str:
+        return "#" if re.search("[1-9]", match.group().split("e")[0]) else "0"
 
     return [_NUMBER.sub(kind, line.strip()) for line in text.splitlines() if line.strip()]
 

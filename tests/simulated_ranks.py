@@ -41,8 +41,8 @@ class Rank:
         self.ranks = group.ranks
         self.group = self
 
-    def gather(self, said: Any) -> list[Any]:
-        self.of.said[self.me] = said
+    def gather(self, message: Any) -> list[Any]:
+        self.of.said[self.me] = message
         self.of.barrier.wait()
         heard = list(self.of.said)
         self.of.barrier.wait()
@@ -50,7 +50,7 @@ class Rank:
 
     def tell(self, error: Exception | None, say: object) -> tuple[Exception | None, list[Any]]:
         heard = self.gather((error, say))
-        return error or next(filter(None, (one for one, _ in heard)), None), [one for _, one in heard]
+        return error or next(filter(None, (raised for raised, _ in heard)), None), [say for _, say in heard]
 
     def run(self, start: Callable[[], Any]) -> None:
         start()
@@ -77,7 +77,7 @@ def _irecv(tensor: torch.Tensor, source: int, group: Rank) -> None:
 def of_each(work: Callable[[int], Any], ranks: int) -> list[Any]:
     """What each of so many ranks returns."""
     simulated = SimpleNamespace(
-        broadcast=_broadcast, isend=_isend, irecv=_irecv, P2POp=lambda start, *given: (start, *given)
+        broadcast=_broadcast, isend=_isend, irecv=_irecv, P2POp=lambda start, *arguments: (start, *arguments)
     )
     with (
         mock.patch.object(collecting, "dist", simulated),

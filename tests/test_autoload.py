@@ -31,13 +31,13 @@ OFF = {"NPU_REPLAY_DISABLE": "1", "NPU_REPLAY_STRICT": "lenient", "NPU_REPLAY_DI
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[dict[bool, Path]]:
     """Folders for the path by whether npu_replay is installed there; each has a back end that fails."""
-    found = {}
+    folders = {}
     for installed in (True, False):
-        found[installed] = tmp_path / str(installed)
-        write(found[installed], "npu-replay", points() if installed else {})
-        write(found[installed], "torch-broken", {"torch.backends": {"broken": "broken_backend:load"}})
+        folders[installed] = tmp_path / str(installed)
+        write(folders[installed], "npu-replay", points() if installed else {})
+        write(folders[installed], "torch-broken", {"torch.backends": {"broken": "broken_backend:load"}})
     (tmp_path / "broken_backend.py").write_text("raise ImportError('no driver')\n")
-    return found
+    return folders
 
 
 def ended(folder: Path, variables: Mapping[str, str], **task: Any) -> jobs.Ended:

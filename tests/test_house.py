@@ -114,15 +114,15 @@ def imports(path: Path, *, for_types: bool = False) -> Iterator[ast.Import | ast
 
 def imported(path: Path, *, for_types: bool = False) -> set[str]:
     """Every module that a file imports, in full; a name of a package's is the package."""
-    found: set[str] = set()
+    targets: set[str] = set()
     for node in imports(path, for_types=for_types):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            targets |= {alias.name for alias in node.names}
         else:
             assert node.level == 0, f"{path} imports relatively"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in MODULES else str(node.module) for name in names}
-    return found
+            targets |= {name if name in MODULES else str(node.module) for name in names}
+    return targets
 
 
 def room_of(module: str) -> str:
@@ -162,13 +162,13 @@ def test_every_room_has_its_floor() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_arrows_run_down(room: str) -> None:
     assert {
-        f"{module} imports {one}"
+        f"{module} imports {target}"
         for module in MODULES
         if room_of(module) == room
-        for one in inside()[module]
-        if not (room_of(one) == room or (room_of(one) and ROOMS[room_of(one)] < ROOMS[room]))
-        and not (one == "npu_replay" and ROOMS[room] >= FACE)
-        and not (one == "npu_replay.compat" and ROOMS[room] >= FACE)
+        for target in inside()[module]
+        if not (room_of(target) == room or (room_of(target) and ROOMS[room_of(target)] < ROOMS[room]))
+        and not (target == "npu_replay" and ROOMS[room] >= FACE)
+        and not (target == "npu_replay.compat" and ROOMS[room] >= FACE)
     } == set()
 
 
@@ -200,14 +200,14 @@ def test_no_product_is_imported_outside_its_room() -> None:
 def test_the_architecture_page_has_a_line_for_every_module() -> None:
     """By package: a heading or row that names `routes/` is followed by the files in it."""
     table = "".join(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
-    told = set(re.findall(r"`([\w/*]+\.py)`", table))
+    patterns = set(re.findall(r"`([\w/*]+\.py)`", table))
     there = {
         name.removeprefix("npu_replay.").replace(".", "/") + ".py"
         for name, path in MODULES.items()
         if not path.stem.startswith("_")
     }
-    assert {one for one in there if not any(fnmatch(one, line) for line in told)} == set()
-    assert {line for line in told if not fnmatch_filter(there, line)} == set()
+    assert {path for path in there if not any(fnmatch(path, line) for line in patterns)} == set()
+    assert {line for line in patterns if not fnmatch_filter(there, line)} == set()
 
 
 # Ceilings

@@ -113,7 +113,7 @@ def test_pytest_may_load_it_as_a_plugin(tmp_path: Path) -> None:
 
 
 def test_every_module_of_compat_is_public() -> None:
-    modules = {one.name for one in pkgutil.iter_modules(npu_replay.compat.__path__)}
+    modules = {module.name for module in pkgutil.iter_modules(npu_replay.compat.__path__)}
     assert set(npu_replay.compat.__all__) == modules
 
 

@@ -24,12 +24,12 @@ COUNTED = "an expert bias that counts rows"
 def test_megatron_trains_as_without_the_package(tmp_path: Path) -> None:
     """Losses, gradients, expert biases and weights; and these would show what a wrapper changes."""
     states = {**STATES, "imported": {}, COUNTED: {"NPU_REPLAY_EXPERT_BIAS": "1"}}
-    found = outcomes("test_untouched", tmp_path, states=states)
-    counted = found.pop(COUNTED)
-    for state, outcome in found.items():
-        assert outcome == found[ABSENT], state
-    if found[ABSENT]["masked"]:
-        assert counted != found[ABSENT]
+    by_state = outcomes("test_untouched", tmp_path, states=states)
+    counted = by_state.pop(COUNTED)
+    for state, outcome in by_state.items():
+        assert outcome == by_state[ABSENT], state
+    if by_state[ABSENT]["masked"]:
+        assert counted != by_state[ABSENT]
 
 
 # The job
@@ -59,7 +59,7 @@ def run(task: dict[str, Any], *, ask: bool) -> dict[str, Any]:
             npu_replay = importlib.import_module("npu_replay")
             npu_replay.install()
         model = megatron_model.model(megatron_model.config(**MODEL))
-        kept = {name: one.clone() for name, one in model.state_dict().items() if one is not None}
+        kept = {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor is not None}
         if ask:
             with npu_replay.record(model) as recording:
                 _trained(model, steps=1)
@@ -78,7 +78,7 @@ def _trained(model: Any, steps: int = STEPS) -> dict[str, Any]:
     finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
-    found: dict[str, Any] = {"losses": [], "gradients": [], "bias": []}
+    figures: dict[str, Any] = {"losses": [], "gradients": [], "bias": []}
     masked = "padding_mask" in inspect.signature(type(model).forward).parameters
     for _ in range(steps):
         tokens = torch.randint(0, 64, (2, 4), generator=generator)  # 8 rows, since 0.16 masks the 8 experts
@@ -90,7 +90,9 @@ def _trained(model: Any, steps: int = STEPS) -> dict[str, Any]:
         losses.mean().backward()
         finalize._update_router_expert_bias([model], model.config)
         optimizer.step()
-        found["losses"].append(losses.mean().item())
-        found["gradients"].append(digest(one.grad for one in model.parameters()))
-        found["bias"].append(digest(one for name, one in model.named_buffers() if "expert_bias" in name))
-    return found | {"weights": digest(model.parameters()), "masked": masked}
+        figures["losses"].append(losses.mean().item())
+        figures["gradients"].append(digest(parameter.grad for parameter in model.parameters()))
+        figures["bias"].append(
+            digest(buffer for name, buffer in model.named_buffers() if "expert_bias" in name)
+        )
+    return figures | {"weights": digest(model.parameters()), "masked": masked}

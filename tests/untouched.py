@@ -61,7 +61,7 @@ def outcomes(
         write(folder / name, "npu-replay", points() if name == "True" else {})
     task = {**more, "job": job, "site": str(folder), "states": states, "imports": list(imports)}
     none = dict.fromkeys([name for name in os.environ if name.startswith("NPU_REPLAY_")])
-    found = jobs.run_ranks(
+    answers = jobs.run_ranks(
         "untouched:main",
         task,
         len(states),
@@ -69,9 +69,9 @@ def outcomes(
         env={**none, "LENT_DISABLE": "1", "VERL_USE_EXTERNAL_MODULES": None, "TORCHDYNAMO_DISABLE": "1"},
         path=[folder / "tools"],
     )
-    for state, one in zip(states, found, strict=True):
-        assert one["loaded"] == (state in LOADED or state not in STATES), f"{state}: {one['loaded']}"
-    return {state: one["outcome"] for state, one in zip(states, found, strict=True)}
+    for state, answer in zip(states, answers, strict=True):
+        assert answer["loaded"] == (state in LOADED or state not in STATES), f"{state}: {answer['loaded']}"
+    return {state: answer["outcome"] for state, answer in zip(states, answers, strict=True)}
 
 
 def copy_tools(folder: Path) -> None:
@@ -120,7 +120,7 @@ def _loaded() -> bool:
 
 def digest(tensors: Iterable[torch.Tensor | None]) -> str:
     """Of their bytes, names left out; None is one of them."""
-    found = hashlib.sha256()
-    for one in tensors:
-        found.update(b"none" if one is None else one.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
+    checksum = hashlib.sha256()
+    for tensor in tensors:
+        checksum.update(b"none" if tensor is None else tensor.detach().contiguous().numpy().tobytes())
+    return checksum.hexdigest()

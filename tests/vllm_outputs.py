@@ -75,36 +75,38 @@ class RequestOutput021(RequestOutput):
     prompt_routed_experts: Any = None
 
 
-def sampled(model: RoutedModel, prompt: int = 70, output: int = 40, seed: int = 0, **said: Any) -> Sampled:
+def sampled(model: RoutedModel, prompt: int = 70, output: int = 40, seed: int = 0, **fields: Any) -> Sampled:
     """A sequence whose routes depend on the token: distinct experts in each row, spread over all of them."""
     chance = np.random.default_rng(seed)
     tokens = chance.integers(0, 150_000, prompt + output).tolist()
     rows = chance.random((prompt + output, len(model.layers), model.num_experts)).argsort(axis=2)
-    return Sampled(tokens[:prompt], tokens[prompt:], rows[..., : model.topk], **said)
+    return Sampled(tokens[:prompt], tokens[prompt:], rows[..., : model.topk], **fields)
 
 
-def siblings(model: RoutedModel, count: int, **said: Any) -> list[Sampled]:
+def siblings(model: RoutedModel, count: int, **fields: Any) -> list[Sampled]:
     """Completions of one prompt: the prompt's rows are the same in each."""
-    first = sampled(model, seed=0, **said)
-    found = [first]
+    first = sampled(model, seed=0, **fields)
+    samples = [first]
     for number in range(1, count):
-        other = sampled(model, output=30 + number, seed=number, **said)
+        other = sampled(model, output=30 + number, seed=number, **fields)
         rows = other.rows.copy()
         rows[: len(first.prompt)] = first.rows[: len(first.prompt)]
-        found.append(Sampled(first.prompt, other.output, rows, other.finish_reason, other.stop_reason))
-    return found
+        samples.append(Sampled(first.prompt, other.output, rows, other.finish_reason, other.stop_reason))
+    return samples
 
 
-def expected(model: RoutedModel, one: Sampled, *, start: int = 0, rows: int | None = None) -> RoutedExperts:
+def expected(
+    model: RoutedModel, sample: Sampled, *, start: int = 0, rows: int | None = None
+) -> RoutedExperts:
     """What has to come out: rows `start` to before `rows`, all that were run when not given."""
-    recorded = np.zeros(len(one.tokens), bool)
-    recorded[start : len(one.tokens) - 1 if rows is None else rows] = True
+    recorded = np.zeros(len(sample.tokens), bool)
+    recorded[start : len(sample.tokens) - 1 if rows is None else rows] = True
     return RoutedExperts(
-        ids=one.rows,
+        ids=sample.rows,
         layers=model.layers,
         num_experts=model.num_experts,
         recorded=recorded,
-        fingerprint=fingerprint(one.tokens),
+        fingerprint=fingerprint(sample.tokens),
     )
 
 
@@ -112,18 +114,18 @@ def request_output(version: str, model: RoutedModel, *completions: Sampled, star
     """A RequestOutput of that release, finished."""
     made = RequestOutput021 if _is_split(version) else RequestOutput
     request = made(request_id="17", prompt_token_ids=completions[0].prompt)
-    for index, one in enumerate(completions):
-        rows = engine_rows(version, model, one, start)
+    for index, completion in enumerate(completions):
+        rows = engine_rows(version, model, completion, start)
         if isinstance(request, RequestOutput021):
-            request.prompt_routed_experts = rows[: len(one.prompt)]
-            rows = rows[len(one.prompt) :]
+            request.prompt_routed_experts = rows[: len(completion.prompt)]
+            rows = rows[len(completion.prompt) :]
         request.outputs.append(
             CompletionOutput(
                 index=index,
-                token_ids=one.output,
+                token_ids=completion.output,
                 routed_experts=rows if len(rows) else None,
-                finish_reason=one.finish_reason,
-                stop_reason=one.stop_reason,
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
             )
         )
     return request
@@ -141,46 +143,46 @@ def answer(
     request = request_output(version, model, *completions, start=start)
     usage = {
         "prompt_tokens": len(request.prompt_token_ids),
-        "completion_tokens": sum(len(one.output) for one in completions),
+        "completion_tokens": sum(len(completion.output) for completion in completions),
     }
-    found: dict[str, Any] = {"choices": [], "usage": usage}
-    for one in request.outputs:
+    body: dict[str, Any] = {"choices": [], "usage": usage}
+    for completion in request.outputs:
         choice = {
-            "index": one.index,
-            "finish_reason": one.finish_reason,
-            "routed_experts": _on_the_wire(one.routed_experts),
+            "index": completion.index,
+            "finish_reason": completion.finish_reason,
+            "routed_experts": _on_the_wire(completion.routed_experts),
         }
         if endpoint != "generate" or release(version) >= release("0.32.0"):
-            choice["stop_reason"] = one.stop_reason
+            choice["stop_reason"] = completion.stop_reason
         if endpoint == "completions":
             choice |= {"text": "", "prompt_token_ids": request.prompt_token_ids if with_ids else None}
         if endpoint == "chat":
             choice |= {"message": {"role": "assistant", "content": ""}}
-        choice["token_ids"] = one.token_ids if with_ids or endpoint == "generate" else None
-        found["choices"].append(choice)
+        choice["token_ids"] = completion.token_ids if with_ids or endpoint == "generate" else None
+        body["choices"].append(choice)
     if endpoint == "completions":
-        found |= {"id": "cmpl-17", "object": "text_completion"}
+        body |= {"id": "cmpl-17", "object": "text_completion"}
     elif endpoint == "chat":
-        found |= {"id": "chatcmpl-17", "object": "chat.completion"}
-        found["prompt_token_ids"] = request.prompt_token_ids if with_ids else None
+        body |= {"id": "chatcmpl-17", "object": "chat.completion"}
+        body["prompt_token_ids"] = request.prompt_token_ids if with_ids else None
     else:
-        found["request_id"] = "17"
+        body["request_id"] = "17"
         if release(version) >= release("0.30.0"):
-            found["prompt_token_ids"] = request.prompt_token_ids if with_ids else None
+            body["prompt_token_ids"] = request.prompt_token_ids if with_ids else None
     if isinstance(request, RequestOutput021):
-        found["prompt_routed_experts"] = _on_the_wire(request.prompt_routed_experts)
-    return found
+        body["prompt_routed_experts"] = _on_the_wire(request.prompt_routed_experts)
+    return body
 
 
-def engine_rows(version: str, model: RoutedModel, one: Sampled, start: int = 0) -> Array:
+def engine_rows(version: str, model: RoutedModel, sample: Sampled, start: int = 0) -> Array:
     """The rows that the engine has: none for the last token, in its columns and its dtype."""
-    rows = one.rows[start : len(one.tokens) - 1]
+    rows = sample.rows[start : len(sample.tokens) - 1]
     columns = model.layers
     if _is_split(version):
         columns = tuple(range(len(model.layers)))  # numbered as they are made
-    found = np.zeros((len(rows), _columns(version, model), model.topk), _dtype(version, model))
-    found[:, list(columns)] = rows
-    return found
+    ids = np.zeros((len(rows), _columns(version, model), model.topk), _dtype(version, model))
+    ids[:, list(columns)] = rows
+    return ids
 
 
 def _columns(version: str, model: RoutedModel) -> int:

@@ -6,6 +6,7 @@ tensor of [tokens, layers, topk].
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Sequence
@@ -229,12 +230,14 @@ class GivenRoutes:
         by_key: dict[int, Routes] = {}
         for key, (rows, ids) in enumerate(zip(self.samples(), tokens.unbind(), strict=True), start=1):
             of_sample = ids.cpu().numpy() if len(ids) == len(rows) else None
-            # As in verl's own mask, the last row isn't replayed: the engine never ran its token.
-            keep = torch.arange(len(rows), device="cpu") < len(ids) - 1
             try:
-                by_key[key] = take(rows, tokens=of_sample, keep=keep).only(own)
+                by_key[key] = take(rows, tokens=of_sample).only(own)
             except InvalidRoutes as error:
-                by_key[key] = error.with_traceback(None)
+                # verl's mask excludes the last row, whose token the engine never ran.
+                with contextlib.suppress(InvalidRoutes):
+                    keep = torch.arange(len(rows), device="cpu") < len(rows) - 1
+                    by_key[key] = take(rows, tokens=of_sample, keep=keep).only(own)
+                by_key.setdefault(key, error.with_traceback(None))
         return by_key
 
 

@@ -35,7 +35,7 @@ def read(arguments: Sequence[str]) -> Namespace:
     return reader.parse_args(arguments)
 
 
-def run(given: Namespace) -> None:
+def run(args: Namespace) -> None:
     """Run the demo, print its tables, and write demo.json and demo.png.
 
     Raises:
@@ -44,24 +44,24 @@ def run(given: Namespace) -> None:
     probe.require(probe.MEGATRON, "the demo")
     from examples.demo import job, picture, rollout, tables
 
-    rollout.require(given.engine)
+    rollout.require(args.engine)
     try:
-        given.out.mkdir(parents=True, exist_ok=True)
+        args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WrongOption(
-            f"the folder can't be made ({error})", where=str(given.out), cause="another --out is meant"
+            f"the folder can't be made ({error})", where=str(args.out), cause="another --out is meant"
         ) from error
     for name in (JSON, PNG):
-        check_out(given.out / name, force=given.force)
-    with screen.quiet("demo", given.out / LOG):
-        with one_thread(), megatron_on(where := pick(given.device)):
-            result = job.run(where, given.steps, given.seed, given.engine, screen.tell)
-        if given.json:
+        check_out(args.out / name, force=args.force)
+    with screen.quiet("demo", args.out / LOG):
+        with one_thread(), megatron_on(where := pick(args.device)):
+            result = job.run(where, args.steps, args.seed, args.engine, screen.tell)
+        if args.json:
             print_json(json.dumps(result, indent=1))
         else:
             show(tables.parts(result))
-        write_out(given.out / JSON, json.dumps(result, indent=1).encode(), force=given.force)
-        write_out(given.out / PNG, picture.draw(result), force=given.force)
+        write_out(args.out / JSON, json.dumps(result, indent=1).encode(), force=args.force)
+        write_out(args.out / PNG, picture.draw(result), force=args.force)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -111,7 +111,7 @@ class Trainer:
         with npu_replay.observe(self.model) as observation, block:
             result = work()
         shown = zip(self.batches, observation.shown, strict=True)
-        return result, [batch.with_routes(one) for batch, one in shown]
+        return result, [batch.with_routes(routes) for batch, routes in shown]
 
     def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """Log-probs of the sampled tokens, float32 [sampled], sequence after sequence."""

@@ -71,4 +71,4 @@ def scores(samples: Sequence[Sample]) -> torch.Tensor:
         (sample.tokens[: sample.prompt].tolist(), sample.tokens[sample.prompt :].tolist())
         for sample in samples
     ]
-    return torch.tensor([task.reward(*one) for one in split])
+    return torch.tensor([task.reward(*pair) for pair in split])

@@ -33,8 +33,8 @@ def load(rows: Path, state: list[Any]) -> int:
     if kept["step"] < 0:
         rows.unlink(missing_ok=True)
         return 0
-    for part, found in zip(state, kept["state"], strict=True):
-        part.load_state_dict(found)
+    for part, saved in zip(state, kept["state"], strict=True):
+        part.load_state_dict(saved)
     if not dist.get_rank():  # a row may have been written whose checkpoint wasn't
         lines = [line for line in rows.read_text().splitlines() if json.loads(line)["step"] <= kept["step"]]
         rows.write_text("".join(f"{line}\n" for line in lines))

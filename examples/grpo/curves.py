@@ -113,7 +113,9 @@ def summary(rows: Sequence[Row]) -> str:
 
 def rounded(row: Row) -> Row:
     """The row as grpo.json keeps it."""
-    return {name: float(f"{one:.{DIGITS}g}") if type(one) is float else one for name, one in row.items()}
+    return {
+        name: float(f"{value:.{DIGITS}g}") if type(value) is float else value for name, value in row.items()
+    }
 
 
 def arms(result: dict[str, Any]) -> list[str]:

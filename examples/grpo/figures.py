@@ -33,7 +33,7 @@ def row(
     shown = [update.shown for update in updates]
     router_mismatch, token_mismatch = mismatch([batch.routes for batch in batches], old.shown)
     update_mismatch, _ = mismatch([batch.routes for batch in batches], shown)
-    found = {
+    figures = {
         "step": step,
         "reward": float(together(rewards).mean()),
         "rollout_train_k3_kl": float((apart.exp() - 1 - apart).mean()),
@@ -50,15 +50,17 @@ def row(
         "update_mismatch": update_mismatch,
     }
     if replayed := [routes for routes in old.routes if routes is not None]:
-        found["replay_mismatch"], _ = mismatch(replayed, shown)  # R2: with its own record
-    return found
+        figures["replay_mismatch"], _ = mismatch(replayed, shown)  # R2: with its own record
+    return figures
 
 
 def mismatch(routes: Sequence[RoutedExperts], shown: Sequence[RoutedExperts]) -> tuple[float, float]:
     """The shares of token-layers, and of tokens, at which this trainer's routers showed other experts."""
     counts = []
-    for one in (npu_replay.compare(*pair) for pair in zip(routes, shown, strict=True)):
-        tokens = one.token_layers // len(one.layer_mismatch)
-        counts.append([one.differing, one.token_layers, round(one.token_mismatch * tokens), tokens])
+    for comparison in (npu_replay.compare(*pair) for pair in zip(routes, shown, strict=True)):
+        tokens = comparison.token_layers // len(comparison.layer_mismatch)
+        counts.append(
+            [comparison.differing, comparison.token_layers, round(comparison.token_mismatch * tokens), tokens]
+        )
     differing, token_layers, with_one, tokens = together(counts).sum(dim=0).tolist()
     return differing / token_layers, with_one / tokens

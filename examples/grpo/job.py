@@ -28,27 +28,27 @@ from npu_replay.devices import megatron_on
 
 
 def main() -> None:
-    given = arguments()
-    about = json.loads((given.out / "settings.json").read_text())
+    args = arguments()
+    about = json.loads((args.out / "settings.json").read_text())
     settings = Settings(**{field.name: about[field.name] for field in fields(Settings)})
-    taught = str(given.out / "taught")
+    taught = str(args.out / "taught")
     logging.disable(logging.WARNING)  # of transformers and vLLM, several a step
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
-        if given.server:
+        if args.server:
             dist.init_process_group("gloo")
-            engine: Any = Server(given.server, taught)
-            policy: Any = Fsdp(given.out / "taught")
+            engine: Any = Server(args.server, taught)
+            policy: Any = Fsdp(args.out / "taught")
         else:
             stack.enter_context(megatron_on(torch.device("cpu")))
-            engine = Vllm(taught, seed=given.seed, **about["engine"])
-            policy = Megatron(given.out / "taught")
-        road = ROADS[given.road](engine, given.rows.with_suffix(""))
-        weights = given.rows.with_suffix(".weights")
-        run = Grpo(policy, road, ARMS[given.arm], settings, given.seed, weights)
-        for row in run.steps(checkpoints.load(given.rows, run.state())):
-            checkpoints.save(given.rows, run.state(), row)
-    if given.server:
+            engine = Vllm(taught, seed=args.seed, **about["engine"])
+            policy = Megatron(args.out / "taught")
+        road = ROADS[args.road](engine, args.rows.with_suffix(""))
+        weights = args.rows.with_suffix(".weights")
+        run = Grpo(policy, road, ARMS[args.arm], settings, args.seed, weights)
+        for row in run.steps(checkpoints.load(args.rows, run.state())):
+            checkpoints.save(args.rows, run.state(), row)
+    if args.server:
         dist.destroy_process_group()
 
 

@@ -89,7 +89,7 @@ class Grpo:
         with self._timed("old log-probs"):
             old = self._old(batches)
         with self._timed("update"):
-            updates = [self._update(*one) for one in zip(batches, old.log_probs, old.routes, strict=True)]
+            updates = [self._update(*args) for args in zip(batches, old.log_probs, old.routes, strict=True)]
         with self._timed("weights"):
             self._hand_over()
         row = figures.row(number, rewards, batches, old, updates, settings.clip)
@@ -100,15 +100,15 @@ class Grpo:
         return row
 
     def _old(self, batches: list[Batch]) -> Old:
-        model, given = self.policy.model, [batch.routes for batch in batches]
+        model, rollout_routes = self.policy.model, [batch.routes for batch in batches]
         block: AbstractContextManager[Any] = contextlib.nullcontext()
         if self.arm.replay == "R2":
             block = npu_replay.record(model)
         if self.arm.replay == "R3":
-            block = npu_replay.replay(model, given)
+            block = npu_replay.replay(model, rollout_routes)
         with torch.no_grad(), npu_replay.observe(model) as observation, block as recording:
             log_probs, entropy = zip(*map(self._log_probs, batches), strict=True)
-        replayed: Any = {"R2": lambda: recording.routes, "R3": lambda: given}
+        replayed: Any = {"R2": lambda: recording.routes, "R3": lambda: rollout_routes}
         routes = replayed.get(self.arm.replay, lambda: [None] * len(batches))()
         return Old(list(log_probs), list(entropy), routes, observation.shown)
 

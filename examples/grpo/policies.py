@@ -99,8 +99,8 @@ class Fsdp(Policy):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        found: dict[str, torch.Tensor] = get_model_state_dict(self.model, options=options)
-        return found
+        state: dict[str, torch.Tensor] = get_model_state_dict(self.model, options=options)
+        return state
 
 
 def coarse(weight: torch.Tensor, bits: int) -> torch.Tensor:

@@ -59,9 +59,9 @@ class Wire(Answer):
             for rank in range(len(parts)):
                 groups = range(rank * each, len(sent), each * len(parts))
                 parts[rank] = [
-                    (one.tokens, one.prompt, one.log_probs, routes)
+                    (sample.tokens, sample.prompt, sample.log_probs, routes)
                     for start in groups
-                    for one, routes in sent[start : start + each]
+                    for sample, routes in sent[start : start + each]
                 ]
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, parts)
@@ -100,6 +100,6 @@ ROADS = {"answer": Answer, "wire": Wire, "store": Store}
 
 def together(values: Any) -> torch.Tensor:
     """The values of all ranks, one behind the other."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, torch.as_tensor(values))
-    return torch.cat(found)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, torch.as_tensor(values))
+    return torch.cat(gathered)

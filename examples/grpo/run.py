@@ -38,30 +38,30 @@ ENGINE: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 256, "block_size"
 
 
 def main() -> None:
-    given = arguments()
-    given.out.mkdir(parents=True, exist_ok=True)
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
     settings = replace(
         Settings(),
-        steps=given.steps,
-        mini_batches=given.mini_batches,
-        rollout_bits=given.rollout_bits,
-        learning_rate=given.learning_rate,
+        steps=args.steps,
+        mini_batches=args.mini_batches,
+        rollout_bits=args.rollout_bits,
+        learning_rate=args.learning_rate,
     )
     about = asdict(settings) | {
-        "layers": given.layers,
-        "experts": given.experts,
-        "taught_steps": given.teach,
-        "trainer": given.trainer,
-        "road": given.road,
+        "layers": args.layers,
+        "experts": args.experts,
+        "taught_steps": args.teach,
+        "trainer": args.trainer,
+        "road": args.road,
         "engine": ENGINE,
     }
     # What ran is what is there now: the tree may have moved on when the last step is done.
     started, ran = time.monotonic(), versions()
-    prepare(given, about)
+    prepare(args, about)
 
-    wanted = [(arm, seed) for seed in given.seeds for arm in given.arms]
-    with ThreadPoolExecutor(1 if given.trainer == "fsdp" else given.jobs) as pool:
-        runs = list(pool.map(lambda one: run(*one, given), wanted))
+    wanted = [(arm, seed) for seed in args.seeds for arm in args.arms]
+    with ThreadPoolExecutor(1 if args.trainer == "fsdp" else args.jobs) as pool:
+        runs = list(pool.map(lambda pair: run(*pair, args), wanted))
     result = {
         "settings": about,
         "versions": ran,
@@ -69,40 +69,40 @@ def main() -> None:
         "seconds": round(time.monotonic() - started),
         "runs": runs,
     }
-    (given.out / "grpo.json").write_text(json.dumps(result))
-    curves.draw(given.out / "grpo.json", given.out / "grpo.png")
+    (args.out / "grpo.json").write_text(json.dumps(result))
+    curves.draw(args.out / "grpo.json", args.out / "grpo.png")
     curves.show(result)
-    print(f"Wrote {given.out / 'grpo.json'} and {given.out / 'grpo.png'}, {result['seconds']} s")
+    print(f"Wrote {args.out / 'grpo.json'} and {args.out / 'grpo.png'}, {result['seconds']} s")
 
 
-def prepare(given: argparse.Namespace, about: dict[str, Any]) -> None:
+def prepare(args: argparse.Namespace, about: dict[str, Any]) -> None:
     """Write settings.json and taught/, unless a run that was cut off has left them."""
-    place, text = given.out / "settings.json", json.dumps(about, indent=1)
+    place, text = args.out / "settings.json", json.dumps(about, indent=1)
     if place.exists():
         if place.read_text() != text:
-            raise SystemExit(f"{given.out} holds a run with other settings: take another --out")
-        print(f"going on with what {given.out} holds", flush=True)
+            raise SystemExit(f"{args.out} holds a run with other settings: take another --out")
+        print(f"going on with what {args.out} holds", flush=True)
         return
     torch.manual_seed(0)
-    pupil = task.model(given.layers, given.experts)
-    loss = task.teach(pupil, given.teach)
-    task.save(pupil, given.out / "taught")
+    pupil = task.model(args.layers, args.experts)
+    loss = task.teach(pupil, args.teach)
+    task.save(pupil, args.out / "taught")
     weights = sum(weight.numel() for weight in pupil.parameters())
-    print(f"taught: {weights:,} weights, {given.teach} steps, loss {loss:.3f}", flush=True)
+    print(f"taught: {weights:,} weights, {args.teach} steps, loss {loss:.3f}", flush=True)
     place.write_text(text)
 
 
-def run(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+def run(arm: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """One arm with one seed, in processes of its own; the rows that it wrote."""
     name = f"{arm}-{seed}"
-    rows, log = given.out / f"{name}.jsonl", given.out / f"{name}.log"
+    rows, log = args.out / f"{name}.jsonl", args.out / f"{name}.log"
     command = [sys.executable, str(HERE / "job.py"), "--arm", arm, "--seed", str(seed)]
-    command += ["--out", str(given.out), "--rows", str(rows), "--road", given.road]
+    command += ["--out", str(args.out), "--rows", str(rows), "--road", args.road]
     started = time.monotonic()
-    with engine(given, seed, given.out / f"{name}.vllm.log") as url:
+    with engine(args, seed, args.out / f"{name}.vllm.log") as url:
         if url:
             launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-            command = [*launch, "--master-port", str(given.port + 1), *command[1:], "--server", url]
+            command = [*launch, "--master-port", str(args.port + 1), *command[1:], "--server", url]
         with log.open("wb") as out:
             ended = subprocess.run(command, stdout=out, stderr=out).returncode
     if ended:
@@ -112,21 +112,21 @@ def run(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(
             f"{name} ended with {ended}; more in {log}. The same command goes on after its last step."
         )
-    found = [curves.rounded(json.loads(line)) for line in rows.read_text().splitlines()]
+    steps = [curves.rounded(json.loads(line)) for line in rows.read_text().splitlines()]
     print(
-        f"{name}: {len(found)} steps in {time.monotonic() - started:.0f} s, {curves.summary(found)}",
+        f"{name}: {len(steps)} steps in {time.monotonic() - started:.0f} s, {curves.summary(steps)}",
         flush=True,
     )
-    return {"arm": arm, "seed": seed, "rows": found}
+    return {"arm": arm, "seed": seed, "rows": steps}
 
 
 @contextlib.contextmanager
-def engine(given: argparse.Namespace, seed: int, log: Path) -> Iterator[str]:
+def engine(args: argparse.Namespace, seed: int, log: Path) -> Iterator[str]:
     """The address of a server of its own, for FSDP2; none for Megatron, which has vLLM in its process."""
-    if given.trainer == "megatron":
+    if args.trainer == "megatron":
         yield ""
         return
-    with serve(str(given.out / "taught"), log, given.port, seed=seed, **ENGINE) as server:
+    with serve(str(args.out / "taught"), log, args.port, seed=seed, **ENGINE) as server:
         yield server.url
 
 

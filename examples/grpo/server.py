@@ -44,8 +44,8 @@ class Server:
     @property
     def version(self) -> int | None:
         """How often weights have come since the start, as the server says it; a new one knows none."""
-        said = str(self._ask("/weight_info")["weight_version"])
-        return int(said) if said.isdigit() else None
+        version = str(self._ask("/weight_info")["weight_version"])
+        return int(version) if version.isdigit() else None
 
     def sample(
         self, prompts: Sequence[Sequence[int]], *, each: int, longest: int, temperature: float = 1.0
@@ -65,7 +65,7 @@ class Server:
             for prompt in prompts
         ]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            answers = list(pool.map(lambda one: self._ask("/v1/completions", one), asked))
+            answers = list(pool.map(lambda request: self._ask("/v1/completions", request), asked))
         if self.version != version:
             raise ReplayError(
                 "the server's weights changed while it sampled",
@@ -102,9 +102,9 @@ class Server:
 
     def _samples(self, prompt: Sequence[int], answer: Any, version: int | None) -> Iterator[Sample]:
         """The prompt is ours, and is held against the answer's: another request's rows don't pass."""
-        found = from_vllm(answer, self._model, prompt_token_ids=list(prompt), weight_version=version)
+        all_routes = from_vllm(answer, self._model, prompt_token_ids=list(prompt), weight_version=version)
         for choice, routes in zip(
-            sorted(answer["choices"], key=lambda one: one["index"]), found, strict=True
+            sorted(answer["choices"], key=lambda choice: choice["index"]), all_routes, strict=True
         ):
             yield Sample(
                 tokens=torch.tensor([*prompt, *choice["token_ids"]]),
@@ -120,14 +120,14 @@ class Server:
             with urlopen(request, timeout=PATIENCE) as answer:
                 return json.loads(answer.read() or b"null")
         except HTTPError as error:
-            found: Any = error.read().decode(errors="replace")[:500]
+            failure: Any = error.read().decode(errors="replace")[:500]
         except (URLError, OSError) as error:
-            found = error
+            failure = error
         raise ReplayError(
             "the rollout engine gave no answer",
             where=self.url + path,
             expected="an answer",
-            got=found,
+            got=failure,
             cause="a server that has ended or refuses the request; its log says more",
         )
 

@@ -203,22 +203,22 @@ def listed(lists: list[str]) -> str:
 
 def tag() -> str:
     """The tag of verl's image for Ascend with these releases, as verl names them."""
-    told = version("verl")
-    number = told.partition(".dev")[0]
+    verl_version = version("verl")
+    number = verl_version.partition(".dev")[0]
     if release("verl") < (0, 8):
         return f"verl-*-v{number}"
     named = f"v{number}-*-torch_npu{version('torch_npu')}-*-{engine()}"
-    return named if told == number else f"latest-{engine()}-* or {named}"
+    return named if verl_version == number else f"latest-{engine()}-* or {named}"
 
 
 def image(device: str) -> str:
     """Which image this seems to be, and what it has."""
     here = [name for name, package in PRODUCTS.items() if is_here(package)]
     # MindSpeed says 0.12.1 on all newer branches, too.
-    told = [f"{name} {version(PRODUCTS[name])}".strip() if name != "MindSpeed" else name for name in here]
+    releases = [f"{name} {version(PRODUCTS[name])}".strip() if name != "MindSpeed" else name for name in here]
     missing = [name for name in ("Megatron-Bridge", "mbridge") if name not in here]
     seems = f"this looks like verl's image {tag()}: " if device == "npu" and is_here("torch_npu") else ""
-    return seems + ", ".join(told) + "".join(f", no {name}" for name in missing)
+    return seems + ", ".join(releases) + "".join(f", no {name}" for name in missing)
 
 
 def warn(text: str) -> None:

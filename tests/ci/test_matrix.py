@@ -37,9 +37,9 @@ def ran(passed: int = 0, failed: int = 0, skipped: tuple[str, ...] = ()) -> dict
 def test_a_cell_is_what_the_tests_and_the_untouched_release_say(
     tests: dict[str, Any], native: bool, cell: str, problem: str
 ) -> None:
-    found = {"capabilities": dict.fromkeys(CAPABILITIES["transformers"], ran(passed=1)) | {"mixtral": tests}}
+    report = {"capabilities": dict.fromkeys(CAPABILITIES["transformers"], ran(passed=1)) | {"mixtral": tests}}
     natives = dict.fromkeys(CAPABILITIES["transformers"], False) | {"mixtral": native}
-    shown, problems = runs.judge("transformers", found, natives, "all")
+    shown, problems = runs.judge("transformers", report, natives, "all")
     assert shown.cells["mixtral"] == cell
     assert problems == ([problem] if problem else [])
     assert shown.reasons == ({"mixtral": "the release can't"} if cell == "missing" else {})
@@ -146,10 +146,10 @@ def test_the_page_is_made_of_the_results_beside_it(tmp_path: Path) -> None:
     assert text == runs.pages.rewritten(text, runs.MARKS, runs.tables(matrix.read().releases, known))
     assert known.keys() == {release.name for release in matrix.read().releases}
     for release in matrix.read().releases:
-        one = known[release.name]
-        assert one.cells.keys() == CAPABILITIES[release.product].keys()
-        assert set(one.cells.values()) <= {"native", "shimmed", "missing"}
-        one.write(release.name, tmp_path)
+        shown = known[release.name]
+        assert shown.cells.keys() == CAPABILITIES[release.product].keys()
+        assert set(shown.cells.values()) <= {"native", "shimmed", "missing"}
+        shown.write(release.name, tmp_path)
         file = f"{release.name}.json"
         assert (tmp_path / file).read_bytes() == (runs.FOLDER / file).read_bytes()
     assert runs.read(tmp_path) == known

@@ -67,9 +67,9 @@ def test_a_package_page_has_no_link_that_needs_the_repository(tmp_path: Path) ->
         shutil.copy(ROOT / name, tmp_path / name)
     assert release_tree.main([str(tmp_path), ADDRESS]) == 0
     targets = re.findall(r"\]\(([^)\s]+)\)", (tmp_path / "README.md").read_text(encoding="utf-8"))
-    assert all(one.startswith(("https://", "#")) for one in targets)
+    assert all(target.startswith(("https://", "#")) for target in targets)
     version = npu_replay.__version__
-    ours = [re.fullmatch(f"{ADDRESS}/(raw|blob)/v{version}/([^#]+)(#.*)?", one) for one in targets]
+    ours = [re.fullmatch(f"{ADDRESS}/(raw|blob)/v{version}/([^#]+)(#.*)?", target) for target in targets]
     files = [(link[1], ROOT / link[2]) for link in ours if link]
     assert {file.suffix for kind, file in files if kind == "raw"} == {".png"}
     assert len(files) > 20

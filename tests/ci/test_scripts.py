@@ -30,11 +30,11 @@ def clone(tmp_path: Path) -> Path:
 def script(clone: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run it from elsewhere, in this environment, without the copy's npu_replay."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    given = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": "", "PATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": "", "PATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         ["bash", str(clone / "ci" / name), *arguments],
         cwd=clone.parent,
-        env=os.environ | given | variables,
+        env=os.environ | environment | variables,
         text=True,
         capture_output=True,
         check=False,

@@ -53,10 +53,10 @@ def test_a_help_fits_and_ends_with_what_to_copy_and_its_page(
 ) -> None:
     monkeypatch.delenv("COLUMNS")
     helps = {name: invoke(f"{name} --help").stdout for name in COMMANDS}
-    found = invoke(f"{command} --help")
-    assert found.exit_code == 0
-    assert max(map(len, found.stdout.splitlines())) <= 80
-    words = " ".join(found.stdout.split())
+    result = invoke(f"{command} --help")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    words = " ".join(result.stdout.split())
     examples = words.split("Examples: ")[1].split(" More: ")[0]
     shown = re.findall(r"(?:npu-replay|npu_replay) (\w+)(.*?)(?= npu-replay| torchrun| python|$)", examples)
     assert len(shown) == 2
@@ -66,11 +66,11 @@ def test_a_help_fits_and_ends_with_what_to_copy_and_its_page(
         assert [flag for flag in flags if f"{flag} " not in helps[name].split("Examples:")[0]] == []
     assert (ROOT / words.split(" More: ")[1].split()[0]).is_file()
     if command:
-        report = found.stdout.split("the report:\n")[1].split("\n\n")[0]
+        report = result.stdout.split("the report:\n")[1].split("\n\n")[0]
         assert re.findall(r"--[\w-]+", report) == ["--json", "--out", "--force"]
-        assert "--debug" in found.stdout
+        assert "--debug" in result.stdout
     else:
-        assert all(name in found.stdout for name in COMMANDS)
+        assert all(name in result.stdout for name in COMMANDS)
 
 
 def test_version_devices_and_what_no_command_says(invoke: Invoke) -> None:
@@ -124,9 +124,9 @@ def test_a_failure_is_one_message_and_under_json_one_document_too(
         assert "Traceback" not in result.output
         assert ("--debug shows" in result.stderr) == (code == exits.FAULT)
     assert plain.stdout == ""
-    found = json.loads(asked.stdout)
-    assert list(found) == ["error"]
-    assert words in found["error"]
+    document = json.loads(asked.stdout)
+    assert list(document) == ["error"]
+    assert words in document["error"]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_report_fits_and_nothing_is_cut(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns) if columns != 80 else "")
     done = invoke(line)
-    assert [one for one in done.stdout.splitlines() if len(one) > columns or one != one.rstrip()] == []
+    assert [text for text in done.stdout.splitlines() if len(text) > columns or text != text.rstrip()] == []
     assert "\x1b" not in done.output
     assert "…" not in done.output
     assert done.stderr == ""

@@ -57,7 +57,7 @@ def desk(tmp_path: Path) -> Path:
 
 def environment(**more: str) -> dict[str, str]:
     gone = ("COLUMNS", "RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
-    path = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    path = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     known = {name: value for name, value in os.environ.items() if name not in gone}
     return known | {"TERM": "xterm", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)} | more
 
@@ -81,11 +81,11 @@ def run(
 def test_what_others_print_is_in_the_log_of_a_smoke_that_failed(tmp_path: Path) -> None:
     done = run(tmp_path, "smoke", "--device", "npu", "--json", code=NOISE)
     assert done.returncode == 1, done.stderr
-    assert [one["result"] for one in json.loads(done.stdout)["results"]] == ["FAIL"]
+    assert [result["result"] for result in json.loads(done.stdout)["results"]] == ["FAIL"]
     log = Path(re.findall(r"others go to (.+)", done.stderr)[0])
-    told = log.read_text()
+    text = log.read_text()
     log.unlink()
-    assert [one for one in NOISES if f"noise {one}" not in told] == []
+    assert [noise for noise in NOISES if f"noise {noise}" not in text] == []
     assert "noise" not in done.stderr
     assert "npu-replay-smoke" in log.name
 
@@ -103,11 +103,11 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     )
     with job:
         assert job.stderr
-        said = "".join(iter(job.stderr.readline, "waiting\n"))
+        stderr = "".join(iter(job.stderr.readline, "waiting\n"))
         job.send_signal(signal.SIGINT)
-        said += job.communicate()[1]
+        stderr += job.communicate()[1]
     assert job.returncode == 130
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.slow

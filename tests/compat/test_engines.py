@@ -24,11 +24,11 @@ NIGHTLY = {"vllm-ascend": "0.1.dev1+g1234567", "vllm": "0.1.dev1+g7654321"}
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The releases that are found here."""
-    found = {"vllm": "0.23.0", "sglang": "0.5.12"}
-    products = lambda: tuple(probe.Product(name, True, found[name], "/there") for name in found)  # noqa: E731
+    releases = {"vllm": "0.23.0", "sglang": "0.5.12"}
+    products = lambda: tuple(probe.Product(name, True, releases[name], "/there") for name in releases)  # noqa: E731
     monkeypatch.setattr(probe, "products", products)
     monkeypatch.delenv("NPU_REPLAY_VLLM_ASCEND", raising=False)
-    return found
+    return releases
 
 
 def verl(

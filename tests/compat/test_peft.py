@@ -174,15 +174,15 @@ def trained_whole(*parts: str) -> Any:
 @contextlib.contextmanager
 def sent(of: Any) -> Iterator[list[list[int]]]:
     """How many rows each expert gets in each call of a block: what the experts themselves are handed."""
-    found: list[list[int]] = []
+    counts: list[list[int]] = []
 
     def fused(_: Any, args: Any, kwargs: Any) -> None:
-        found.append(args[1].flatten().bincount(minlength=8).tolist())
+        counts.append(args[1].flatten().bincount(minlength=8).tolist())
 
-    blocks = [one for one in of.modules() if type(one).__name__ == "Qwen3MoeSparseMoeBlock"]
+    blocks = [module for module in of.modules() if type(module).__name__ == "Qwen3MoeSparseMoeBlock"]
     handles = [block.experts.register_forward_pre_hook(fused, with_kwargs=True) for block in blocks]
     try:
-        yield found
+        yield counts
     finally:
         for handle in handles:
             handle.remove()
@@ -191,7 +191,9 @@ def sent(of: Any) -> Iterator[list[list[int]]]:
 def counted(routes: Any) -> list[list[int]]:
     """The same, of routes."""
     return [
-        layer.flatten().long().bincount(minlength=8).tolist() for one in routes for layer in one.ids.unbind(1)
+        layer.flatten().long().bincount(minlength=8).tolist()
+        for batch in routes
+        for layer in batch.ids.unbind(1)
     ]
 
 

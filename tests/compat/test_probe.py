@@ -38,17 +38,17 @@ def product(name: str) -> Product:
 
 
 def capability(name: str) -> Capability:
-    return next(found for found in probe.capabilities(probe.products()) if found.name == name)
+    return next(entry for entry in probe.capabilities(probe.products()) if entry.name == name)
 
 
 def test_an_empty_machine_has_nothing_and_no_problem(path: Path) -> None:
     assert [(p.installed, p.version, p.where, p.problem) for p in probe.products()] == [
         (False, "", "", "") for _ in probe._KNOWN
     ]
-    for found in probe.capabilities(probe.products()):
-        assert found.state == "missing"
-        assert found.why
-        assert bool(found.remedy) == (found.name != "Megatron's own replay")
+    for entry in probe.capabilities(probe.products()):
+        assert entry.state == "missing"
+        assert entry.why
+        assert bool(entry.remedy) == (entry.name != "Megatron's own replay")
 
 
 def test_megatron_on_the_path_alone_tells_its_version_and_is_not_imported(path: Path) -> None:

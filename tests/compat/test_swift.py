@@ -68,7 +68,7 @@ def swift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def samples(fed: Fed, wanted: list[list[torch.Tensor]], last: bool = True) -> list[Any]:
     """As the engine answers: [tokens, layers, topk], with the last token's row or without."""
     each = [torch.stack(layers, dim=1).to(torch.int16) for layers in wanted]
-    return [Sample(routed_experts=(one if last else one[:-1]).numpy()) for one in each]
+    return [Sample(routed_experts=(rows if last else rows[:-1]).numpy()) for rows in each]
 
 
 def callback(swift: Any, mode: str) -> Any:
@@ -144,14 +144,14 @@ def test_r2_refuses_a_rollouts_routes_by_name(swift: Any) -> None:
 
 def test_a_job_without_a_callback_is_left_as_it_is(swift: Any) -> None:
     fed = padded(texts())
-    bad = [Sample(routed_experts=one.routed_experts[2:]) for one in samples(fed, rollout(fed))]
+    bad = [Sample(routed_experts=sample.routed_experts[2:]) for sample in samples(fed, rollout(fed))]
     call, _ = swift.trainer.collate_to_grpo_micro_batch(bad, fed[0])
     assert call["routed_experts"] == "cut to the width of the completions"
 
 
 def test_a_sample_with_other_rows_than_tokens_is_refused() -> None:
     fed = padded(texts())
-    routes = [one.routed_experts for one in samples(fed, rollout(fed))]
+    routes = [sample.routed_experts for sample in samples(fed, rollout(fed))]
     with pytest.raises(InvalidRoutes, match=r"sample 2.*Expected 7 .or 6"):
         shim.laid_out([*routes[:2], routes[2][:5], *routes[3:]], fed[0])
     with pytest.raises(MicroBatchError, match="fewer sequences than samples"):

@@ -226,8 +226,8 @@ BLOCK = "Qwen3MoeSparseMoeBlock"
 def written_anew(name: str, classes: list[str]) -> types.ModuleType:
     made = types.ModuleType(name)
     vars(made).update({key: value for key, value in vars(stock).items() if not key.startswith("__")})
-    for one in classes:
-        exec(compile(inspect.getsource(getattr(stock, one)), name, "exec"), vars(made))
+    for class_name in classes:
+        exec(compile(inspect.getsource(getattr(stock, class_name)), name, "exec"), vars(made))
     return made
 
 
@@ -238,11 +238,11 @@ has_routers = pytest.mark.skipif(
 
 @pytest.fixture(params=[[ROUTER], [ROUTER, BLOCK, "compiled"]], ids="-".join)
 def unsloth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    classes = [one for one in request.param if one != "compiled"]
+    classes = [class_name for class_name in request.param if class_name != "compiled"]
     made: Any = written_anew("unsloth_compiled_module_qwen3_moe", classes)
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    for one in classes:
-        monkeypatch.setattr(stock, one, getattr(made, one))
+    for class_name in classes:
+        monkeypatch.setattr(stock, class_name, getattr(made, class_name))
     if "compiled" in request.param:
         router = getattr(made, ROUTER)
         router.forward = torch.compile(router.forward, fullgraph=True, backend="eager")

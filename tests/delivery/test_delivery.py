@@ -67,13 +67,13 @@ def test_what_is_gone_or_no_reference_is_an_error_in_words(tmp_path: Path) -> No
     first = FileCarrier(tmp_path).put(routes(0))
     second = FileCarrier(tmp_path).put(routes(1))
     Path(first.handles[0][0]).unlink()
-    for given, words in (
+    for references, words in (
         ([second, first], r"sample 1, Reference.*can't be read.*FileNotFoundError.*were freed"),
         ([routes(0)], "sample 0: this is no reference"),
         ([None], "sample 0: this is no reference"),
     ):
         with pytest.raises(InvalidRoutes, match=words):
-            delivery.fetch(given)
+            delivery.fetch(references)
     assert delivery.fetch([first, second, None], on_bad_route="native") == [None, routes(1), None]
     with pytest.raises(InvalidRoutes, match="no reference"):
         delivery.fetch([routes(0)], on_bad_route="native")

@@ -51,9 +51,10 @@ def put(putters: list[Any], first: int, tokens: int = TOKENS, samples: int = SAM
     """References of samples from this seed on: each putter has every second."""
     seeds = range(first, first + samples)
     parts = ray.get(
-        [one.put.remote(list(seeds[n :: len(putters)]), tokens) for n, one in enumerate(putters)], timeout=60
+        [putter.put.remote(list(seeds[n :: len(putters)]), tokens) for n, putter in enumerate(putters)],
+        timeout=60,
     )
-    return [one for pair in zip(*parts, strict=True) for one in pair]
+    return [reference for pair in zip(*parts, strict=True) for reference in pair]
 
 
 def stage(pp: int) -> range:
@@ -86,7 +87,7 @@ def test_each_rank_gets_its_own_and_each_id_crosses_once(machine: Any, putters: 
     print(f"copies from the other {crossed / 1e6:.1f} MB, {2 * crossed / unique:.3f} x the ids that cross")
     machine.drop()
     del references, got
-    assert machine.settled(lambda held: not any(held.values())) == {"a": 0, "b": 0}
+    assert machine.settled(lambda counts: not any(counts.values())) == {"a": 0, "b": 0}
 
 
 def test_references_travel_with_ray_as_anything_does(machine: Any, putters: list[Any]) -> None:
@@ -99,7 +100,7 @@ def test_references_travel_with_ray_as_anything_does(machine: Any, putters: list
     wanted = [made(1000 + place[at], 50) for at in order]
     for fetched, pp in zip(machine.fetched(moved), machine.stages, strict=True):
         assert fetched == [digest(sample.only(stage(pp))) for sample in wanted]
-    assert delivery.fetch(moved, layers=(3, 40)) == [one.only((3, 40)) for one in wanted]
+    assert delivery.fetch(moved, layers=(3, 40)) == [sample.only((3, 40)) for sample in wanted]
     machine.drop()
 
 

@@ -71,11 +71,11 @@ def test_foreign_routes_give_the_cpus_losses_and_gradients(
     expected = replayed(model, foreign(len(SEEDS)), torch.device("cpu"))
     threads = set()
     model.layers[0].router.register_forward_hook(lambda *_: threads.add(threading.get_ident()))
-    found = replayed(model.to(device), foreign(len(SEEDS)), device)
-    check_close(found, expected)
+    outcome = replayed(model.to(device), foreign(len(SEEDS)), device)
+    check_close(outcome, expected)
     on_its_own = device.type != "cpu" and recompute is not None
     assert len(threads) == 1 + on_its_own, "backward, and the recompute in it, run on a thread of the device"
-    assert not same(run(model, device), found), "the routes were the routers' own"
+    assert not same(run(model, device), outcome), "the routes were the routers' own"
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
@@ -85,7 +85,7 @@ def test_gathered_routes_go_there_by_pinned_memory(
     """Several micro-batches are on their way at once; none of the copies may be let go before it is there."""
     layout = npu_replay.TokenLayout.padded([ROWS - 3, 2], length=ROWS // 2 + 3, order="batch")
     sequences = [
-        one.take(range(size)) for one, size in zip(foreign(len(SEEDS)), layout.lengths, strict=False)
+        sample.take(range(size)) for sample, size in zip(foreign(len(SEEDS)), layout.lengths, strict=False)
     ]
     gathered = [layout.gather(sequences) for _ in SEEDS]
     rows = len(layout.rows)
@@ -99,7 +99,7 @@ def test_gathered_routes_go_there_by_pinned_memory(
             model.zero_grad()
             each = [model(tokens(seed, rows).to(where).requires_grad_()).square().mean() for seed in SEEDS]
             torch.stack(each).sum().backward()
-        return [one.detach().cpu() for one in each], [weight.grad.cpu() for weight in model.parameters()]
+        return [loss.detach().cpu() for loss in each], [weight.grad.cpu() for weight in model.parameters()]
 
     expected = losses(torch.device("cpu"))
     assert not pins

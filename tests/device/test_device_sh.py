@@ -58,16 +58,16 @@ def test_it_writes_a_report_that_names_what_was_tried_and_what_is_missing(
     out = tmp_path / "device.json"
     done = script("--device", kind, "--quick", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert len(ci_module("verified").row(found, "x")) == len(ci_module("verified").TITLES[found["kind"]])
-    assert found["machine"]["name"] == name
-    assert {part["part"]: part["result"] for part in found["parts"]} == {
+    report: dict[str, Any] = json.loads(out.read_text())
+    assert len(ci_module("verified").row(report, "x")) == len(ci_module("verified").TITLES[report["kind"]])
+    assert report["machine"]["name"] == name
+    assert {part["part"]: part["result"] for part in report["parts"]} == {
         "test_core.py": "PASS",
         "doctor": "PASS",
         "smoke": "MISSING",
         "bench": "MISSING",
     }
-    tests, *_, bench = found["parts"]
+    tests, *_, bench = report["parts"]
     assert tests["passed"] >= least
     assert "megatron.core can't be imported" in bench["why"]
     for path in (ROOT, tmp_path, Path.home()):
@@ -84,11 +84,11 @@ def test_a_part_that_fails_or_hangs_takes_no_other_along(tmp_path: Path) -> None
         device.Part("lacks", ("no_such_module",), 60, ("-c", "")),
         device.Part("works", (), 60, ("-c", "import json; json.dump({'a': 1}, open(r'{out}', 'w'))")),
     ]
-    found = [bench.run(part) for part in wanted]
-    assert [one.result for one in found] == ["FAIL", "FAIL", "FAIL", "MISSING", "PASS"]
-    assert [one.rc for one in found] == [3, None, -6, None, 0]
-    assert (found[0].why, found[1].why) == ("it broke", "stopped after 1 s")
-    assert found[4].found == {"a": 1}
+    results = [bench.run(part) for part in wanted]
+    assert [result.result for result in results] == ["FAIL", "FAIL", "FAIL", "MISSING", "PASS"]
+    assert [result.rc for result in results] == [3, None, -6, None, 0]
+    assert (results[0].why, results[1].why) == ("it broke", "stopped after 1 s")
+    assert results[4].found == {"a": 1}
 
 
 CAPTURED = "[npu_replay] routes of 48 layers are captured on vllm-ascend 0.23.0. Checked"
@@ -109,26 +109,26 @@ def test_a_rollout_on_ascend_that_nobody_captured_is_no_pass(
     wrote = json.dumps({"vllm_ascend": ascend, "mode": mode})
     code = f"print('(Worker pid=1) ' + {line!r}); open(r'{{out}}', 'w').write({wrote!r})"
     part = device.Part("rollout m eager", (), 60, ("-c", code))
-    found = device.Bench(dict(os.environ), tmp_path, tmp_path).run(part)
-    assert found.result == result
-    assert found.found.get("captured", line) == line
+    outcome = device.Bench(dict(os.environ), tmp_path, tmp_path).run(part)
+    assert outcome.result == result
+    assert outcome.found.get("captured", line) == line
 
 
 def test_of_the_wheels_only_what_is_lacking_is_taken(tmp_path: Path) -> None:
     for name in ("numpy-1.0-py3-none-any.whl", "no_such_thing-1.0-py3-none-any.whl"):
         with zipfile.ZipFile(tmp_path / name, "w") as wheel:
             wheel.writestr(f"{name.partition('-')[0]}/__init__.py", "")
-    found = device._unpacked(tmp_path, tmp_path / "to")
-    assert [path.name for path in found] == [tmp_path.name, "no-such-thing"]
-    assert (found[1] / "no_such_thing" / "__init__.py").exists()
+    folders = device._unpacked(tmp_path, tmp_path / "to")
+    assert [path.name for path in folders] == [tmp_path.name, "no-such-thing"]
+    assert (folders[1] / "no_such_thing" / "__init__.py").exists()
 
 
 def test_tests_that_were_all_skipped_are_no_pass(tmp_path: Path) -> None:
     file = tmp_path / "test_none.py"
     file.write_text("import pytest\n\n@pytest.mark.skip(reason='no such thing')\ndef test_it(): ...\n")
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", "{out}", str(file))
-    found = device.Bench(dict(os.environ), tmp_path, tmp_path).run(
+    outcome = device.Bench(dict(os.environ), tmp_path, tmp_path).run(
         device.Part("test_none.py", (), 60, command)
     )
-    assert found.result == "MISSING"
-    assert found.skipped == ["test_it: no such thing"]
+    assert outcome.result == "MISSING"
+    assert outcome.skipped == ["test_it: no such thing"]

@@ -64,8 +64,8 @@ def train(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
     batches = [torch.randint(3, 60, (2, 6), generator=generator).to(device) for _ in range(2)]
     losses = [model(input_ids=batch, labels=batch, use_cache=False).loss for batch in batches]
     torch.stack(losses).sum().backward()
-    gradients = [getattr(one.grad, "_local_tensor", one.grad).clone() for one in model.parameters()]
-    assert all(one.device.type == device.type for one in gradients)
+    gradients = [getattr(weight.grad, "_local_tensor", weight.grad).clone() for weight in model.parameters()]
+    assert all(gradient.device.type == device.type for gradient in gradients)
     return [*(loss.detach() for loss in losses), *gradients]
 
 

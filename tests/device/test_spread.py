@@ -61,8 +61,8 @@ def run(model: nn.Module) -> list[torch.Tensor]:
     return [*(loss.detach() for loss in losses), *(p.grad.cpu() for p in model.parameters())]
 
 
-def check_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+def check_close(outcome: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(outcome, expected, rtol=1e-3, atol=1e-5)
 
 
 HOW = [None, "reentrant", "non-reentrant", "whole", "whole and reentrant", "whole and non-reentrant"]
@@ -86,17 +86,17 @@ def test_a_replay_of_a_spread_model_is_that_of_one_place(
     how: str | None, holes: bool, device: torch.device
 ) -> None:
     """A checkpoint in a reentrant one runs on another device's thread, without the outer one's frames."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for model in (spread(device, one_place=True), spread(device, how)):
         with npu_replay.replay(
             model,
             foreign(len(SEEDS), layers=4, recorded=torch.arange(ROWS) % 3 != 0 if holes else None),
             live_mismatch=True,
         ) as session:
-            found.append(run(model))
-        found.append(session.metrics()["live_mismatch"])
-    check_close(found[2], found[0])
-    assert found[1] == found[3] > 0.5
+            outcomes.append(run(model))
+        outcomes.append(session.metrics()["live_mismatch"])
+    check_close(outcomes[2], outcomes[0])
+    assert outcomes[1] == outcomes[3] > 0.5
 
 
 @pytest.mark.parametrize("how", HOW[1:])

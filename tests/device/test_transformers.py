@@ -29,10 +29,10 @@ def test_record_and_replay_repeat_the_run_and_the_cpus(
     model.to(device)
     check_own_record(model, partial(train, model))
     with npu_replay.observe(model) as seen, npu_replay.replay(model, routes):
-        found = train(model)
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert one.device.type == device.type
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-5)
+        outcome = train(model)
+    for tensor, other in zip(outcome, expected, strict=True):
+        assert (tensor is None) == (other is None)
+        if tensor is not None:
+            assert tensor.device.type == device.type
+            torch.testing.assert_close(tensor.cpu(), other, rtol=1e-3, atol=1e-5)
     assert npu_replay.compare(seen.shown, routes).differing == 0

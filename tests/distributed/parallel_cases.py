@@ -142,14 +142,14 @@ def _alone(case: Case) -> dict[str, Any]:
     weights = pm.initial(chunks)
     job = Job(case, case.split, chunks, weights)
     pm.load(chunks, case.split, weights)
-    found: dict[str, Any] = {"weights": weights}
+    reference: dict[str, Any] = {"weights": weights}
     with npu_replay.record(chunks) as recording:
-        found["live"] = job.train(job.plan())
-    found["recorded"] = [one.ids for one in job.scattered(recording.routes)]
-    found["foreign"] = job.replayed(foreign_routes(tuple(pm.routers(chunks))), job.plan())
+        reference["live"] = job.train(job.plan())
+    reference["recorded"] = [sequence.ids for sequence in job.scattered(recording.routes)]
+    reference["foreign"] = job.replayed(foreign_routes(tuple(pm.routers(chunks))), job.plan())
     pm.load(chunks, case.split, pm.other_routers(weights))
-    found["round trip"] = job.replayed(job.scattered(recording.routes), job.plan())
-    return found
+    reference["round trip"] = job.replayed(job.scattered(recording.routes), job.plan())
+    return reference
 
 
 def reference_name(case: Case) -> str:
@@ -223,12 +223,12 @@ class Job:
         ]
 
     def layout(self, batch: pm.Batch) -> TokenLayout:
-        told: dict[str, Any] = {"fingerprints": _fingerprints(batch.numbers)}
+        options: dict[str, Any] = {"fingerprints": _fingerprints(batch.numbers)}
         if self.parallel is not None:
-            told["parallel"] = self.parallel
+            options["parallel"] = self.parallel
         if self.case.packed:
-            return TokenLayout.packed(batch.lengths, **told)
-        return TokenLayout.padded(batch.lengths, batch.length[0] if self.case.even else None, **told)
+            return TokenLayout.packed(batch.lengths, **options)
+        return TokenLayout.padded(batch.lengths, batch.length[0] if self.case.even else None, **options)
 
     def train(self, batches: Sequence[pm.Batch]) -> Outcome:
         loss = pm.step(self.chunks, self.split, batches)
@@ -248,8 +248,11 @@ class Job:
     def scattered(self, routes: Sequence[RoutedExperts]) -> list[RoutedExperts]:
         """One RoutedExperts a sequence, of a job of one process."""
         batches = self.plan()
-        parts = [self.layout(batch).scatter(one) for batch, one in zip(batches, routes, strict=True)]
-        return [one for part in parts for one in part]
+        parts = [
+            self.layout(batch).scatter(batch_routes)
+            for batch, batch_routes in zip(batches, routes, strict=True)
+        ]
+        return [sequence for part in parts for sequence in part]
 
 
 def run(case: Case, recompute: str) -> None:
@@ -257,17 +260,17 @@ def run(case: Case, recompute: str) -> None:
     if missing(case):
         return
     split = case.split.start()
-    found = torch.load(Path(os.environ[REFERENCES], reference_name(case)))
+    reference = torch.load(Path(os.environ[REFERENCES], reference_name(case)))
     chunks = pm.build(split, case.moe, case.pattern, **case.config, **RECOMPUTE[recompute])
-    job = Job(case, split, chunks, found["weights"], npu_replay.ParallelLayout.from_megatron(chunks))
-    pm.load(chunks, split, found["weights"])
+    job = Job(case, split, chunks, reference["weights"], npu_replay.ParallelLayout.from_megatron(chunks))
+    pm.load(chunks, split, reference["weights"])
     plain = job.train(job.plan())
-    _same(plain, found["live"])
+    _same(plain, reference["live"])
     _check_layout(job)
-    recorded = _record(job, plain, found["recorded"])
-    _replay(job, found["foreign"])
-    pm.load(chunks, split, pm.other_routers(found["weights"]))
-    _same(job.replayed(_everyones(recorded, job), job.plan(other=True)), found["round trip"])
+    recorded = _record(job, plain, reference["recorded"])
+    _replay(job, reference["foreign"])
+    pm.load(chunks, split, pm.other_routers(reference["weights"]))
+    _same(job.replayed(_everyones(recorded, job), job.plan(other=True)), reference["round trip"])
 
 
 CASES = {
@@ -373,7 +376,7 @@ def _everyones(mine: Sequence[RoutedExperts], job: Job) -> list[RoutedExperts]:
     """The routes of all sequences; data-parallel ranks have collected each their own."""
     numbers = [number for batch in job.plan() for number in batch.numbers]
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, {n: one.to_bytes() for n, one in zip(numbers, mine, strict=True)})
+    dist.all_gather_object(parts, {n: sequence.to_bytes() for n, sequence in zip(numbers, mine, strict=True)})
     merged = {number: data for part in parts for number, data in part.items()}
     return [RoutedExperts.from_bytes(merged[number]) for number in range(len(pm.SEQUENCES))]
 

@@ -75,8 +75,8 @@ def test_what_is_sent_and_held(results: Results) -> None:
     assert results["first"] == [True, None, None, None]
     assert results["twins sent"] == [2, 0, 2, 0]
     # The most that a process holds at once, twice the result; what it recorded is counted as held before.
-    held = [float(share) for share in results["peak"] if share != "unknown"]
-    assert all(share < 2.2 for share in held), held
+    shares = [float(share) for share in results["peak"] if share != "unknown"]
+    assert all(share < 2.2 for share in shares), shares
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,12 @@ def test_what_is_sent_and_held(results: Results) -> None:
 )
 def test_an_error_on_one_rank_stops_all_of_them(results: Results, case: str, words: str) -> None:
     assert len(results[case]) == PROCESSES
-    for found in results[case]:
-        assert words in found, found
+    for message in results[case]:
+        assert words in message, message
     if case == "other rows":
-        assert all(found.count("rank 3 stopped, and so does this one") == 1 for found in results[case][:3])
+        assert all(
+            message.count("rank 3 stopped, and so does this one") == 1 for message in results[case][:3]
+        )
         assert "stopped" not in results[case][3]
 
 
@@ -111,11 +113,11 @@ def test_an_error_on_one_rank_stops_all_of_them(results: Results, case: str, wor
 def test_a_killed_rank_is_named_and_no_other(results: Results, moment: int) -> None:
     survivors = results[f"killed {moment}"]
     assert len(survivors) == LAST, survivors
-    told = [found for found in survivors if found != "nothing was raised"]
-    assert told, "nobody noticed"
-    assert [found for found in told if "nothing from ranks [3]" not in found] == []
+    messages = [message for message in survivors if message != "nothing was raised"]
+    assert messages, "nobody noticed"
+    assert [message for message in messages if "nothing from ranks [3]" not in message] == []
     if moment <= WAITS:
-        assert told == survivors, "some took what they had for the whole"
+        assert messages == survivors, "some took what they had for the whole"
 
 
 def test_figures_are_added_up_and_the_lowest_rank_with_an_error_has_the_whole_message(
@@ -133,23 +135,23 @@ def test_a_rank_that_is_not_here_is_named(results: Results) -> None:
     """A node without npu_replay, or with it turned off there alone, would be a hang."""
     assert results["all here"] == [True] * PROCESSES
     assert results["absent"][LAST] is None, "the last rank doesn't ask"
-    for rank, told in enumerate(results["absent"][:LAST]):
-        assert f"rank {rank}: not all ranks take part in the replay" in told
-        assert "nothing from ranks [3]" in told
+    for rank, message in enumerate(results["absent"][:LAST]):
+        assert f"rank {rank}: not all ranks take part in the replay" in message
+        assert "nothing from ranks [3]" in message
 
 
 def test_a_store_that_has_gone_is_said_to_be_gone(results: Results) -> None:
     """Whoever keeps it has failed before; the others would show a torch.distributed.DistNetworkError."""
-    for told in results["no store"]:
-        assert "it no longer answers (Broken pipe)" in told
-        assert "rank 0 or its launcher" in told
+    for message in results["no store"]:
+        assert "it no longer answers (Broken pipe)" in message
+        assert "rank 0 or its launcher" in message
 
 
 def test_a_rank_that_does_not_come_is_no_hang(results: Results) -> None:
     assert len(results["late"]) == LAST
-    for found in results["late"]:
-        assert "didn't come to collect()" in found, found
-        assert "nothing from ranks [3]." in found, found
+    for message in results["late"]:
+        assert "didn't come to collect()" in message, message
+        assert "nothing from ranks [3]." in message, message
 
 
 # One of the processes
@@ -270,7 +272,9 @@ def _sequences() -> list[RoutedExperts]:
 
 def _layouts(parallel: ParallelLayout) -> list[TokenLayout]:
     return [
-        TokenLayout.packed(lengths, parallel=parallel, fingerprints=[fingerprint([one]) for one in lengths])
+        TokenLayout.packed(
+            lengths, parallel=parallel, fingerprints=[fingerprint([length]) for length in lengths]
+        )
         for lengths in LENGTHS
     ]
 
@@ -331,9 +335,9 @@ def _fail(parallel: ParallelLayout, last: bool, answers: Answers) -> None:
     layouts = _layouts(parallel)
     recorded = _recorded(parallel, layouts)
 
-    def other(one: RoutedExperts, first: int = 0, **changes: Any) -> RoutedExperts:
-        about = {"layers": one.layers, "num_experts": EXPERTS, "recorded": one.recorded} | changes
-        ids = one.ids.long()
+    def other(routes: RoutedExperts, first: int = 0, **changes: Any) -> RoutedExperts:
+        about = {"layers": routes.layers, "num_experts": EXPERTS, "recorded": routes.recorded} | changes
+        ids = routes.ids.long()
         ids[first:] = (ids[first:] + 1) % EXPERTS
         return RoutedExperts(ids=ids, **about)
 
@@ -347,7 +351,7 @@ def _fail(parallel: ParallelLayout, last: bool, answers: Answers) -> None:
     partly = _recorded(parallel, half)
     shifted = TokenLayout([0, 1, 2, 4, 5, 6][: len(layouts[0].rows)], LENGTHS[0], layouts[0].fingerprints)
     overlap = [other(mine[0]).take(range(6)), recorded[1]], [shifted, layouts[1]]
-    wider = [other(one, num_experts=EXPERTS + 1) for one in recorded]
+    wider = [other(routes, num_experts=EXPERTS + 1) for routes in recorded]
     swapped = _layouts(replace(parallel, cp_rank=1 - parallel.cp_rank))
     whole = replace(parallel, decoder=DecoderLayers(4, moe_layer_freq=[1, 1, 0, 1]))
     rows_only = replace(whole, groups=parallel.groups[:1])
@@ -359,7 +363,7 @@ def _fail(parallel: ParallelLayout, last: bool, answers: Answers) -> None:
             recorded,
             [replace(layout, fingerprints=None) for layout in layouts] if last else layouts,
         ),
-        "twins differ": ([other(one, first=1) for one in mine] if last else mine, every),
+        "twins differ": ([other(routes, first=1) for routes in mine] if last else mine, every),
         "overlap": overlap if last else (recorded, layouts),
         "hole": (mine, every) if parallel.pp_rank == 0 else (partly, half),
         "not covered": (partly, half),
@@ -368,9 +372,9 @@ def _fail(parallel: ParallelLayout, last: bool, answers: Answers) -> None:
         "another rank's layouts": (recorded, swapped),
         "no stages": (recorded, layouts, rows_only),
     }
-    for case, given in cases.items():
-        groups = [parallel][: 3 - len(given)]
-        answers[case] = _raised(lambda: collect(*given, *groups))  # noqa: B023  called at once
+    for case, arguments in cases.items():
+        groups = [parallel][: 3 - len(arguments)]
+        answers[case] = _raised(lambda: collect(*arguments, *groups))  # noqa: B023  called at once
     answers["not covered, for one rank"] = _raised(lambda: collect(partly, half, parallel, everywhere=False))
     full = mock.patch.object(collecting.Union, "put", side_effect=MemoryError("no memory left"))
     with full if last else contextlib.nullcontext():

@@ -23,7 +23,7 @@ from zoo.qwen_sharded import other_routers
 PROCESSES = 2
 _WAYS = [*itertools.product(("fp32", "bf16"), ("layers", "layers and routers"), ("sum", "each"))]
 # Any two of the three meet in these. FSDP1's weights are views of what is sharded (use_orig_params), or that.
-WAYS = _WAYS if WHOLE else [_WAYS[one] for one in (0, 3, 5, 6)]
+WAYS = _WAYS if WHOLE else [_WAYS[number] for number in (0, 3, 5, 6)]
 WAYS += [("fsdp1", "views", "sum"), ("fsdp1", "flat", "sum")]
 CHECKS = (
     "record changes nothing",
@@ -46,35 +46,35 @@ def results() -> list[Found]:
 @pytest.mark.parametrize("recompute", ["kept", "recomputed"])
 @pytest.mark.parametrize("way", ["-".join(way) for way in WAYS])
 def test_fsdp_is_recorded_and_replayed_s1_s2(results: list[Found], way: str, recompute: str) -> None:
-    for found in results:
-        assert found[f"{way}-{recompute}"] == dict.fromkeys(CHECKS, True)
+    for result in results:
+        assert result[f"{way}-{recompute}"] == dict.fromkeys(CHECKS, True)
 
 
 def test_dtensor_activations_are_refused_by_name_s2(results: list[Found]) -> None:
-    for found in results:
-        assert "the scores are a DTensor" in found["DTensor"]
-        assert "FSDP2 alone is fine" in found["DTensor"]
+    for result in results:
+        assert "the scores are a DTensor" in result["DTensor"]
+        assert "FSDP2 alone is fine" in result["DTensor"]
 
 
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_each_rank_follows_what_it_recorded(results: list[Found], case: str) -> None:
     """In each of two updates, and there each layer twice: once in its recompute."""
-    for found in results:
-        assert found[case] == [2 * 3] * 2
+    for result in results:
+        assert result[case] == [2 * 3] * 2
 
 
 def work(task: dict[str, Any]) -> Found:
     dist.init_process_group("gloo")
-    found: Found = {}
+    results: Found = {}
     for way in WAYS:
         kept: list[torch.Tensor] = []
         for recompute in ("kept", "recomputed"):
-            found["-".join([*way, recompute])] = _try(way, recompute, task["rank"], kept)
-    found["DTensor"] = _try_dtensor()
+            results["-".join([*way, recompute])] = _try(way, recompute, task["rank"], kept)
+    results["DTensor"] = _try_dtensor()
     for case in FOLLOWED:
-        found[case] = _follow(case, task["rank"])
+        results[case] = _follow(case, task["rank"])
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def _wrapped(model: Any, precision: str, wrap: str) -> Any:
@@ -112,9 +112,9 @@ def _try(way: tuple[str, ...], recompute: str, rank: int, kept: list[torch.Tenso
                 losses[-1].backward()
         if order == "sum":
             torch.stack(losses).sum().backward()
-        gradients = [one.grad for one in wrapped.parameters() if one.grad is not None]
-        local = [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
-        return [*(loss.detach() for loss in losses), *(one.clone() for one in local)]
+        gradients = [weight.grad for weight in wrapped.parameters() if weight.grad is not None]
+        local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+        return [*(loss.detach() for loss in losses), *(gradient.clone() for gradient in local)]
 
     untouched = train()
     with npu_replay.record(wrapped) as recording:

@@ -78,9 +78,9 @@ def record_changes_choice() -> Any:
     native = Call.own
 
     def changed(self: Call, rows: torch.Tensor | None = None) -> torch.Tensor:
-        found = native(self, rows)
+        ids = native(self, rows)
         self.keeps_native_topk = False  # the values have to be those of the changed ids
-        return self.plan.num_experts - 1 - found if rows is None else found
+        return self.plan.num_experts - 1 - ids if rows is None else ids
 
     return mock.patch.object(Call, "own", changed)
 
@@ -155,7 +155,7 @@ def missing_rows_get_expert_0() -> Any:
     replay = npu_replay.replay
 
     def filled(model: Any, routes: Sequence[RoutedExperts], **options: Any) -> Any:
-        return replay(model, [_filled(one) for one in routes], **options)
+        return replay(model, [_filled(batch) for batch in routes], **options)
 
     return mock.patch.object(npu_replay, "replay", filled)
 
@@ -214,8 +214,8 @@ def one_run(store: Any, options: Options, name: str, folder: Path) -> None:
     run = smoke.Smoke(options, ["softmax"], dist.PrefixStore(name, store))
     code = run.run()
     if run.speaks:
-        found = json.loads(run.report.to_json()) | {"code": code}
-        (folder / f"{name}.json").write_text(json.dumps(found))
+        report = json.loads(run.report.to_json()) | {"code": code}
+        (folder / f"{name}.json").write_text(json.dumps(report))
 
 
 def breaks(task: dict[str, Any]) -> None:
@@ -245,7 +245,7 @@ def breaks(task: dict[str, Any]) -> None:
 
 def tried(report: dict[str, Any]) -> set[tuple[str, str]]:
     """Each feature with its results."""
-    return {(one["feature"], one["result"]) for one in report["results"]}
+    return {(result["feature"], result["result"]) for result in report["results"]}
 
 
 def job(target: str, ranks: int, **how: Any) -> list[jobs.Ended]:
@@ -266,14 +266,14 @@ def test_four_processes_pass_every_feature(tmp_path: Path) -> None:
     file = tmp_path / "smoke.json"
     arguments = ["--tp", "2", "--pp", "2", "--vp", "2", "--ep", "2", "--recompute", "--out", str(file)]
     ended = job("command", 4, task={"arguments": arguments})
-    assert [(one.code, one.answer) for one in ended] == [(0, 0)] * 4, ended[0].problem
+    assert [(process.code, process.answer) for process in ended] == [(0, 0)] * 4, ended[0].problem
     report = json.loads(file.read_text())
     assert tried(report) == {(feature, "PASS") for feature in FEATURES}
     assert report["passed"]
     lines = [line[:4] for line in ended[0].output.splitlines() if line[:1].isupper() and line[4:6] == "  "]
     assert lines == ["PASS"] * len(FEATURES)
-    assert not any("PASS" in one.output for one in ended[1:]), "only the first rank speaks"
-    assert not any("would choose" in one.output for one in ended), "its own random routes are no news"
+    assert not any("PASS" in process.output for process in ended[1:]), "only the first rank speaks"
+    assert not any("would choose" in process.output for process in ended), "its own random routes are no news"
 
 
 @pytest.mark.first_release
@@ -285,8 +285,8 @@ def test_the_command_as_people_run_it_with_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     report = json.loads(file.read_text())
-    assert tried(report) == {(one, "PASS") for one in FEATURES if one != "recompute"}
-    cases = {one["case"] for one in report["results"] if one["feature"] == "replay"}
+    assert tried(report) == {(feature, "PASS") for feature in FEATURES if feature != "recompute"}
+    cases = {result["case"] for result in report["results"] if result["feature"] == "replay"}
     assert cases == {"softmax", "sigmoid+bias", "groups"}
     assert len(report["results"]) == 1 + 3 * len(FEATURES[1:-1])
     assert done.stdout.startswith("npu-replay smoke: 2 processes, cp 2, on cpu")
@@ -312,12 +312,12 @@ def test_a_break_fails_what_it_breaks_and_ends_the_run(
     *before, last = report["results"]
     assert (last["feature"], last["result"]) == (feature, "FAIL"), last
     assert why in last["why"], last
-    assert [(one["feature"], one["result"]) for one in before] == passed_before(feature)
+    assert [(result["feature"], result["result"]) for result in before] == passed_before(feature)
     assert (report["code"], report["passed"]) == (1, False)
 
 
 def passed_before(feature: str) -> list[tuple[str, str]]:
-    return [(one, "PASS") for one in FEATURES[: FEATURES.index(feature)] if one != "recompute"]
+    return [(earlier, "PASS") for earlier in FEATURES[: FEATURES.index(feature)] if earlier != "recompute"]
 
 
 @pytest.mark.first_release
@@ -342,4 +342,4 @@ def test_the_rank_that_failed_speaks_and_not_the_one_that_waited(
     assert last["rank"] == 1
     assert any("_raise" in frame for frame in last["trace"])
     line = "FAIL  replay        softmax: rank 1: micro-batch 0, layer 3: made to fail"
-    assert [line in one.output for one in (waited, failed)] == [False, True]
+    assert [line in process.output for process in (waited, failed)] == [False, True]

@@ -27,30 +27,30 @@ def text_of(page: str) -> str:
 def test_the_status_line_is_what_was_sent(page: str) -> None:
     """A run on an NPU is claimed once a report of one lies in docs/dev/verified, and not before."""
     reports = [
-        json.loads(one.read_text(encoding="utf-8")) for one in (ROOT / "docs/dev/verified").glob("*.json")
+        json.loads(file.read_text(encoding="utf-8")) for file in (ROOT / "docs/dev/verified").glob("*.json")
     ]
-    machines = {(one["machine"]["device"], one["machine"]["name"]) for one in reports}
+    machines = {(report["machine"]["device"], report["machine"]["name"]) for report in reports}
     assert machines == {("cpu", ""), ("cuda", "NVIDIA H100 80GB HBM3")}, "say so in both READMEs, and here"
-    said = {
+    lines = {
         "README.md": "The core has run\non one NVIDIA H100; nothing has run on a real NPU yet",
         "README.zh.md": "核心部分已在一块 NVIDIA H100 上运行；尚未在真实 NPU 上运行",
     }
-    assert said[page] in text_of(page)
+    assert lines[page] in text_of(page)
 
 
 @pytest.mark.parametrize("page", BOTH)
 def test_the_figures_of_grpo_are_those_of_the_run(page: str) -> None:
-    told = text_of("docs/grpo.md").split("## In large models")[0]
+    text = text_of("docs/grpo.md").split("## In large models")[0]
     rows = {"no replay": "none", "无重放": "none", "R2": "R2", "R3": "R3"}
     table = re.findall(r"(?m)^\| (no replay|无重放|R2|R3) \| (.+) \|$", text_of(page))
     assert len(table) == 3
     for arm, cells in table:
-        line = next(line.split() for line in told.splitlines() if line.startswith(rows[arm] + " "))
+        line = next(line.split() for line in text.splitlines() if line.startswith(rows[arm] + " "))
         reward, _, kl, tau2, mismatch, in_the_update, ratio = line[1:8]
-        said = cells.split(" | ")
-        figures = [float(cell.rstrip(" %")) for cell in said[:3]]
+        columns = cells.split(" | ")
+        figures = [float(cell.rstrip(" %")) for cell in columns[:3]]
         assert figures == [float(figure.rstrip("%")) for figure in (mismatch, in_the_update, kl)]
-        assert [cell.replace(" ", "") for cell in said[3:]] == [tau2, ratio, reward]
+        assert [cell.replace(" ", "") for cell in columns[3:]] == [tau2, ratio, reward]
 
 
 @pytest.mark.parametrize("page", BOTH)

@@ -40,7 +40,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         config.enable_autocast = False
         model = megatron_model.model(config).train()
         sequences = [torch.randint(0, 64, (LENGTH,)) for _ in range(3)]
-        batches = [{"input_ids": one[None], **megatron_model.causal(one[None])} for one in sequences]
+        batches = [
+            {"input_ids": sequence[None], **megatron_model.causal(sequence[None])} for sequence in sequences
+        ]
         with torch.no_grad(), npu_replay.record(model) as recording:
             for batch in batches:
                 model(**batch)
@@ -82,23 +84,25 @@ def test_a_loop_records_replays_lays_out_and_collects(
         return replay(model, routes, **options)
 
     monkeypatch.setattr(npu_replay, "replay", noted)
-    found = run("megatron", names)
-    assert [(grad, routes is found["routes"]) for grad, routes in opened] == [
+    results = run("megatron", names)
+    assert [(grad, routes is results["routes"]) for grad, routes in opened] == [
         (True, False),
         (False, True),
         (True, True),
     ]
-    assert found["session"].metrics()["micro_batches"] == 3
-    assert found["session"].metrics()["rows"] == 3 * LENGTH
-    assert [len(routes) for routes in found["sequences"]] == [LENGTH] * 3
-    assert all(one.recorded.all() for one in found["routes"])
+    assert results["session"].metrics()["micro_batches"] == 3
+    assert results["session"].metrics()["rows"] == 3 * LENGTH
+    assert [len(routes) for routes in results["sequences"]] == [LENGTH] * 3
+    assert all(routes.recorded.all() for routes in results["routes"])
 
 
 def test_megatrons_own_api_records_and_replays(names: dict[str, Any]) -> None:
-    found = run("upstream", names)
-    assert [tuple(ids.shape) for ids in found["routes"]] == [(LENGTH, 2)] * 2
-    assert all(one.grad is not None for one in found["model"].parameters() if one.requires_grad)
+    results = run("upstream", names)
+    assert [tuple(ids.shape) for ids in results["routes"]] == [(LENGTH, 2)] * 2
+    assert all(
+        parameter.grad is not None for parameter in results["model"].parameters() if parameter.requires_grad
+    )
 
 
 def test_megatron_runs_without_cuda(names: dict[str, Any]) -> None:
-    assert any(one.grad is not None for one in run("dev/megatron", names)["model"].parameters())
+    assert any(parameter.grad is not None for parameter in run("dev/megatron", names)["model"].parameters())

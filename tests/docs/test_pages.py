@@ -130,7 +130,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, names: dict[
                 exec(compile(block, name_of(page), "exec"), names)
         if hasattr(names["self"], "following"):
             names["trainer"].train()
-        for model in filter(lambda one: isinstance(one, torch.nn.Module), names.values()):
+        for model in filter(lambda value: isinstance(value, torch.nn.Module), names.values()):
             for router in routers.find([model])[0]:
                 assert router.topk < router.num_experts, "a token that takes every expert shows no replay"
     finally:
@@ -197,7 +197,7 @@ def anchors(page: Path) -> set[str]:
     """Of the headings, as forges and the site make them."""
     headings = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
-    return {one.replace(" ", "-") for one in plain}
+    return {heading.replace(" ", "-") for heading in plain}
 
 
 def test_every_command_that_is_named_is_one_and_takes_these_options() -> None:
@@ -208,10 +208,10 @@ def test_every_command_that_is_named_is_one_and_takes_these_options() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
-            for name, said in re.findall(r"(?:npu-replay|-m npu_replay) (\w+)([^\n#]*)", block):
+            for name, arguments in re.findall(r"(?:npu-replay|-m npu_replay) (\w+)([^\n#]*)", block):
                 assert name in options, f"{page.name}: npu-replay {name}"
-                assert set(re.findall(r"(?<!\S)--[\w-]+", said)) <= options[name], (
-                    f"{page.name}: {name}{said}"
+                assert set(re.findall(r"(?<!\S)--[\w-]+", arguments)) <= options[name], (
+                    f"{page.name}: {name}{arguments}"
                 )
 
 
@@ -327,9 +327,9 @@ def test_the_arguments_of_the_api_page_are_those_of_the_code() -> None:
 
 def test_the_api_page_has_every_public_name_with_the_first_line_of_its_docstring() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    said = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (.+) \|$", text))
+    summaries = dict(re.findall(r"(?m)^\| `([\w.]+)` \| (.+) \|$", text))
     there = {}
-    for name in {*npu_replay.__all__, *filter(lambda name: "." in name, said)}:
+    for name in {*npu_replay.__all__, *filter(lambda name: "." in name, summaries)}:
         words = (pkgutil.resolve_name(f"npu_replay.{name}").__doc__ or "").split("\n\n")[0]
         there[name] = " ".join(words.split()).replace("|", "/")
-    assert said == there
+    assert summaries == there

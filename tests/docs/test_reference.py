@@ -170,9 +170,9 @@ def test_the_table_of_vllm_is_what_engine_arguments_says() -> None:
     for release, adds, _ in table("release | `engine_arguments` adds"):
         assert adds.startswith("refused") == ("is older than" in refusal(release))
         if not adds.startswith("refused"):
-            found = vllm.engine_arguments(release)
-            words = [f"`{name}={value}`" for name, value in found.arguments.items()]
-            words += [f"environment `{name}={value}`" for name, value in found.environment.items()]
+            plan = vllm.engine_arguments(release)
+            words = [f"`{name}={value}`" for name, value in plan.arguments.items()]
+            words += [f"environment `{name}={value}`" for name, value in plan.environment.items()]
             assert adds == ", ".join(words), release
 
 

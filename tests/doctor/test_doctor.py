@@ -96,24 +96,24 @@ def test_one_framework_is_enough_and_a_broken_extra_is_no_fault(
 ) -> None:
     machine["mbridge"] = Product("mbridge", False, problem="not to be looked up (OSError: gone)")
     machine["torch_npu"] = Product("torch_npu", True, "2.7.1")
-    found = doctor.diagnose()
-    assert found.faults == ()
-    assert [*found.trials] == ["cpu", "npu"], "the NPU in another process"
-    assert states(found.report)["NPU"] == "works"
+    diagnosis = doctor.diagnose()
+    assert diagnosis.faults == ()
+    assert [*diagnosis.trials] == ["cpu", "npu"], "the NPU in another process"
+    assert states(diagnosis.report)["NPU"] == "works"
     monkeypatch.setenv("COLUMNS", "1000")
-    told = invoke("doctor")
-    assert told.exit_code == 0
+    result = invoke("doctor")
+    assert result.exit_code == 0
     verdict = "Replay works here: on transformers; tried with a small router, with recompute, on CPU and NPU."
-    assert verdict in told.stdout
-    assert row(told, "npu_replay").startswith(npu_replay.__version__)
+    assert verdict in result.stdout
+    assert row(result, "npu_replay").startswith(npu_replay.__version__)
     monkeypatch.setattr(self_test, "run", lambda device: "NoEffect: none")
     monkeypatch.setattr("npu_replay.seam.backward.probe", lambda: "a name is gone")
-    found = doctor.diagnose()
-    assert [fault.name for fault in found.faults] == ["recompute", "CPU"]
-    assert "a name is gone" in found.faults[0].why
-    assert (found.faults[1].why, states(found.report)["CPU"]) == ("NoEffect: none", "broken")
-    told = invoke("doctor", "--json")
-    assert (told.exit_code, json.loads(told.stdout)["works"]) == (1, False)
+    diagnosis = doctor.diagnose()
+    assert [fault.name for fault in diagnosis.faults] == ["recompute", "CPU"]
+    assert "a name is gone" in diagnosis.faults[0].why
+    assert (diagnosis.faults[1].why, states(diagnosis.report)["CPU"]) == ("NoEffect: none", "broken")
+    result = invoke("doctor", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["works"]) == (1, False)
 
 
 def test_a_capture_that_is_asked_for_and_cannot_work_is_a_fault(
@@ -148,10 +148,10 @@ def test_a_framework_that_does_not_import_is_a_fault(fails: dict[tuple[str, ...]
     assert problems(imports=True) == ["transformers 5.23.0 doesn't import: No module named 'einops'"]
     fails[MEGATRON,] = EINOPS
     assert problems() == [MEGATRONS]
-    found = states(doctor.diagnose().report)
-    assert (found["replay on Megatron-core"], found["replay on transformers"]) == ("broken", "works")
+    state_of = states(doctor.diagnose().report)
+    assert (state_of["replay on Megatron-core"], state_of["replay on transformers"]) == ("broken", "works")
     for other in ("Megatron's own replay", "Megatron-core on the CPU"):
-        assert found.get(other, "missing") == "missing"
+        assert state_of.get(other, "missing") == "missing"
     fails[MEGATRON,] = "can't be replayed: flags failed: a name is gone"
     (fault,) = doctor.diagnose().faults
     assert fault.why == "megatron-core 0.12.1 can't be replayed: flags failed: a name is gone"

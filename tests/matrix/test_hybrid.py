@@ -81,13 +81,15 @@ def test_an_engines_rows_reach_the_routers_of_their_layers(pattern: str) -> None
     shown: dict[int, torch.Tensor] = {}
     for layer in model.decoder.layers:
         if (router := getattr(getattr(layer, "mlp", None), "router", None)) is not None:
-            router.register_forward_hook(lambda one, _, out: shown.update({one.layer_number: out[1].cpu()}))
+            router.register_forward_hook(
+                lambda module, _, out: shown.update({module.layer_number: out[1].cpu()})
+            )
     with npu_replay.replay(model, [routes]):
         Trainer(model, None).loss(tokens.to(DEVICE)).backward()
     assert list(shown) == list(layer_of)
     for column, routing_map in enumerate(shown.values()):
-        found = [row.nonzero()[:, 0].tolist() for row in routing_map[: ROWS - 1]]
-        assert found == np.sort(rows[:, column]).tolist()
+        experts = [row.nonzero()[:, 0].tolist() for row in routing_map[: ROWS - 1]]
+        assert experts == np.sort(rows[:, column]).tolist()
 
 
 def test_another_number_of_moe_layers_in_the_config_is_an_error_with_both() -> None:
@@ -110,8 +112,8 @@ def test_another_number_of_moe_layers_in_the_config_is_an_error_with_both() -> N
 def test_from_megatron_reads_a_model_its_config_and_a_config_that_has_the_pattern() -> None:
     pattern = "MEM*E-ME"
     model = model_of(pattern)
-    for given in (model, [model], model.config):
-        layout = ParallelLayout.from_megatron(given)
+    for form in (model, [model], model.config):
+        layout = ParallelLayout.from_megatron(form)
         assert (layout.moe_layers, layout.layers) == ((1, 4, 7), tuple(range(8)))
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         config = hybrid.config("*-*E")
@@ -127,7 +129,7 @@ def test_a_hybrid_config_without_a_pattern_or_with_several_is_refused() -> None:
     both = [hybrid.model(config, pattern) for pattern in ("*-*E", "*E*-")]
     with pytest.raises(ReplayError, match=r"several patterns have this config.*\*-\*E.*\*E\*-"):
         ParallelLayout.from_megatron(config)
-    assert [ParallelLayout.from_megatron(one).moe_layers for one in both] == [(1,), (0,)]
+    assert [ParallelLayout.from_megatron(model).moe_layers for model in both] == [(1,), (0,)]
 
 
 def test_routers_of_multi_token_prediction_are_left_alone() -> None:

@@ -43,29 +43,29 @@ def snapshot(came: str) -> dict[str, Any]:
     return jobs.run("megatron_snapshot:with_npu_replay", {"came": came}, env={"NPU_REPLAY_DISABLE": "0"})
 
 
-def different(one: dict[str, str], other: dict[str, str]) -> set[str]:
-    return {path for path in one.keys() | other.keys() if one.get(path) != other.get(path)}
+def different(attributes: dict[str, str], other: dict[str, str]) -> set[str]:
+    return {path for path in attributes.keys() | other.keys() if attributes.get(path) != other.get(path)}
 
 
 def untouched() -> dict[str, str]:
     """What Megatron's modules held before npu_replay came."""
-    found: dict[str, str] = snapshot("last")["untouched"]
-    assert len(found) > 1000
-    return found
+    attributes: dict[str, str] = snapshot("last")["untouched"]
+    assert len(attributes) > 1000
+    return attributes
 
 
 @pytest.mark.parametrize("came", import_orders())
 def test_uninstall_puts_every_attribute_back_and_a_second_install_changes_nothing(came: str) -> None:
     """Whether npu_replay is imported before Megatron or after it."""
-    found = snapshot(came)
-    assert found["report"] == snapshot("last")["report"] != []
-    assert found["installed"] == snapshot("last")["installed"]
-    assert different(found["installed"], untouched()) >= WRAPPED
-    assert found["changed by a second install"] == []
-    assert found["report again"] == found["report"]
-    assert different(found["uninstalled"], untouched()) == set()
-    assert found["report after"] == []
-    assert found.get("left behind", []) == []
+    result = snapshot(came)
+    assert result["report"] == snapshot("last")["report"] != []
+    assert result["installed"] == snapshot("last")["installed"]
+    assert different(result["installed"], untouched()) >= WRAPPED
+    assert result["changed by a second install"] == []
+    assert result["report again"] == result["report"]
+    assert different(result["uninstalled"], untouched()) == set()
+    assert result["report after"] == []
+    assert result.get("left behind", []) == []
 
 
 def test_what_the_release_has_itself_is_left_to_it() -> None:

@@ -175,7 +175,7 @@ def test_an_aux_loss_counts_what_it_was_asked_to(counted: str, recompute: str | 
     coefficient = 0.1
     with_aux = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
     foreign = foreign_to(build({}))[:1]
-    given, _ = _last_weight(build(with_aux, recompute), foreign, aux_loss=counted)
+    total, _ = _last_weight(build(with_aux, recompute), foreign, aux_loss=counted)
     without, hidden = _last_weight(build({}, recompute), foreign)
     weight = routers(build({}).model)[-1].module.weight.detach().clone().requires_grad_()
     scores = (hidden @ weight.t()).softmax(dim=-1)
@@ -184,7 +184,7 @@ def test_an_aux_loss_counts_what_it_was_asked_to(counted: str, recompute: str | 
     rows = hidden.shape[0]
     loss = coefficient * EXPERTS / (2 * rows * rows) * (counts * scores.sum(dim=0)).sum()
     (expected,) = torch.autograd.grad(loss, weight)
-    torch.testing.assert_close(given - without, expected, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(total - without, expected, rtol=1e-3, atol=1e-6)
 
 
 def _last_weight(

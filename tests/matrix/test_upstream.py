@@ -107,9 +107,9 @@ def test_the_module_its_actions_and_its_list_of_all_are_upstreams(api: UpstreamA
     pair = [api.new(), api.new()]
     assert api.replay.global_router_replay_instances == pair
     api.replay.set_global_router_replay_action(api.action.REPLAY_FORWARD)
-    assert {one.router_replay_action for one in pair} == {api.action.REPLAY_FORWARD}
+    assert {instance.router_replay_action for instance in pair} == {api.action.REPLAY_FORWARD}
     api.replay.clear_global_router_replay_action()
-    assert {one.router_replay_action for one in pair} == {None}
+    assert {instance.router_replay_action for instance in pair} == {None}
     api.replay.clear_global_router_replay_instances()
     assert api.replay.global_router_replay_instances == []
 
@@ -139,7 +139,7 @@ def test_an_instance_knows_its_routers_layer(api: UpstreamApi) -> None:
         pytest.skip("this release's own RouterReplay has no layer_number, and is left as it is")
     api.replay.clear_global_router_replay_instances()
     model = build({"moe_layer_freq": [0, 1, 0, 1]} | FLAG).model
-    assert [one.layer_number for one in api.replay.global_router_replay_instances] == [2, 4]
+    assert [instance.layer_number for instance in api.replay.global_router_replay_instances] == [2, 4]
     router = model.decoder.layers[3].mlp.router
     router.set_layer_number(9)
     assert router.router_replay.layer_number == 9
@@ -149,9 +149,9 @@ def test_an_instance_knows_its_routers_layer(api: UpstreamApi) -> None:
 @pytest.mark.parametrize("flagged", [True, False])
 def test_each_router_of_a_flagged_config_has_an_instance_in_order(api: UpstreamApi, flagged: bool) -> None:
     model = build({"moe_layer_freq": [0, 1, 1, 1]} | (FLAG if flagged else {})).model
-    found = [router.module.router_replay for router in routers(model)]
-    assert found == (api.replay.global_router_replay_instances if flagged else [None] * 3)
-    assert len(found) == 3
+    instances = [router.module.router_replay for router in routers(model)]
+    assert instances == (api.replay.global_router_replay_instances if flagged else [None] * 3)
+    assert len(instances) == 3
 
 
 # A training loop
@@ -272,4 +272,4 @@ def check_foreign_routes(trainer: Trainer, plain: Trainer, schedule: Schedule) -
     foreign = random_routes(recording.routes)
     with npu_replay.replay(plain.model, foreign):
         expected = plain.run("each")
-    assert same(upstream_loop.replay(trainer, [layers(one) for one in foreign], schedule), expected)
+    assert same(upstream_loop.replay(trainer, [layers(routes) for routes in foreign], schedule), expected)

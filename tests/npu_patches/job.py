@@ -66,11 +66,11 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     model = _model("none")
     with witnessed(model, task["whose"]) as own:
         plain = _trained(model)
-    far = [float((one - other).abs().max()) for one, other in zip(plain, stock, strict=True)]
-    found: dict[str, Any] = {"from stock": max(far), "block": model.model.layers[0].mlp.forward.__module__}
+    far = [float((tensor - other).abs().max()) for tensor, other in zip(plain, stock, strict=True)]
+    results: dict[str, Any] = {"from stock": max(far), "block": model.model.layers[0].mlp.forward.__module__}
     for checkpoint in CHECKPOINTS:
-        found[checkpoint] = _recorded_and_replayed(_model(checkpoint), task["whose"], own, plain)
-    return found
+        results[checkpoint] = _recorded_and_replayed(_model(checkpoint), task["whose"], own, plain)
+    return results
 
 
 def _recorded_and_replayed(
@@ -98,8 +98,8 @@ def _differing(seen: Chosen, routes: list[RoutedExperts], whose: str) -> int:
     first = int(whose == "roll")  # it gives row 0 to each expert that has none, too
     for layer, calls in seen.items():
         order = [*routes, *reversed(routes)][: len(calls)]
-        for table, one in zip(calls, order, strict=True):
-            wanted = torch.zeros_like(table).scatter(1, one.layer_ids(layer).long(), True)
+        for table, batch_routes in zip(calls, order, strict=True):
+            wanted = torch.zeros_like(table).scatter(1, batch_routes.layer_ids(layer).long(), True)
             wrong += not torch.equal(table[first:], wanted[first:])
     return wrong
 
@@ -125,7 +125,7 @@ def _trained(model: Any) -> list[torch.Tensor]:
     losses = [model(input_ids=batch, labels=batch, use_cache=False).loss for batch in _batches()]
     torch.stack(losses).sum().backward()
     # A stock expert without a token has no gradient, where stacked weights have zeros.
-    return [*(one.detach() for one in losses), *(_gradient(one) for one in model.parameters())]
+    return [*(loss.detach() for loss in losses), *(_gradient(weight) for weight in model.parameters())]
 
 
 def _gradient(weight: torch.Tensor) -> torch.Tensor:
@@ -165,10 +165,10 @@ def witnessed(model: Any, whose: str) -> Iterator[Chosen]:
         seen[layer].append(torch.zeros(len(rows), EXPERTS, dtype=torch.bool))
         now[:] = [rows, seen[layer][-1]]
 
-    def takes(expert: int, given: torch.Tensor) -> None:
+    def takes(expert: int, inputs: torch.Tensor) -> None:
         rows, table = now
-        for one in given.detach():
-            table[(rows == one).all(dim=1), expert] = True
+        for row in inputs.detach():
+            table[(rows == row).all(dim=1), expert] = True
 
     def product(x: Any, weight: Any, **kwargs: Any) -> Any:
         if now:

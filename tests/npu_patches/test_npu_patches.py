@@ -17,7 +17,7 @@ BATCHES = 2
 
 
 @pytest.fixture(scope="module", params=["verl", "swift", "roll"])
-def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     if needed.missing(request.param):
         pytest.skip(f"no {request.param} on the path: ci/verl.sh puts verl and ms-swift there")
     if request.param == "roll" and transformers.__version__ >= "5":
@@ -30,17 +30,17 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     )
 
 
-def test_the_stand_ins_compute_what_the_stock_block_does(found: dict[str, Any]) -> None:
-    assert found["block"].startswith(("verl.", "swift.", "roll."))
-    assert found["from stock"] < 1e-4
+def test_the_stand_ins_compute_what_the_stock_block_does(results: dict[str, Any]) -> None:
+    assert results["block"].startswith(("verl.", "swift.", "roll."))
+    assert results["from stock"] < 1e-4
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 def test_experts_multiply_the_rows_that_are_recorded_and_those_of_the_routes(
-    found: dict[str, Any], checkpoint: str
+    results: dict[str, Any], checkpoint: str
 ) -> None:
     passes = 1 if checkpoint == "none" else 2
-    assert found[checkpoint] == {
+    assert results[checkpoint] == {
         "bit-equal": True,
         "wrongly recorded": 0,
         "wrongly replayed": 0,

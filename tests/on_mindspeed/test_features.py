@@ -142,15 +142,17 @@ def test_any_order_of_imports_keeps_flags_and_replays(
 ) -> None:
     """T5; and a wrap that a repatch throws away, a class attribute or signature that MindSpeed trips on."""
     task = {"order": order, "early": early}
-    (found,) = processes.run_ranks(product, "worker:orders", task, 1, timeout=280)
-    assert found["torch restored"]
-    lost = {when: [flag for flag in kept if kept[flag] is not True] for when, kept in found["flags"].items()}
+    (results,) = processes.run_ranks(product, "worker:orders", task, 1, timeout=280)
+    assert results["torch restored"]
+    lost = {
+        when: [flag for flag in kept if kept[flag] is not True] for when, kept in results["flags"].items()
+    }
     assert not any(lost.values()), lost
     for name in ("TransformerConfig", "MLATransformerConfig"):
-        ways = dict(found[name])
+        ways = dict(results[name])
         own = ways.pop("subclass")
         bare = ways.pop("subclass, nothing given")
         assert ways == KEPT, name
         # MindSpeed up to 2.3.0 lets nobody build a subclass of his own, with a flag or without.
         assert own is True or ("AttributeError" in own and own == bare), name
-    assert found["undone"] == [False, False]
+    assert results["undone"] == [False, False]

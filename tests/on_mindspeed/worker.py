@@ -259,7 +259,7 @@ def parts(model: Any) -> list[str]:
     mlp = model.decoder.layers[-1].mlp
     from megatron.core.transformer.moe import moe_utils
 
-    found = [type(part) for part in (mlp, mlp.experts, mlp.token_dispatcher)]
+    members = [type(part) for part in (mlp, mlp.experts, mlp.token_dispatcher)]
     names = (
         "permute",
         "topk_softmax_with_capacity",
@@ -268,8 +268,8 @@ def parts(model: Any) -> list[str]:
     )
     functions = [getattr(moe_utils, name, None) for name in names]
     functions += [type(mlp.router).routing, type(mlp).forward]
-    found += [function for function in functions if function is not None]
-    names = [f"{part.__module__}.{part.__qualname__}" for part in found]
+    members += [function for function in functions if function is not None]
+    names = [f"{part.__module__}.{part.__qualname__}" for part in members]
     return [*names, *(name for function in functions for name in wrappers(function))]
 
 
@@ -411,14 +411,14 @@ def orders(task: dict[str, Any]) -> dict[str, Any]:
         follows(trainer, plain, lambda: repatch(a_name=7, moe_router_topk=2))
         kept["after another repatch"] = flags_kept()
         follows(Trainer(CASES["none"], recompute=True), plain)
-    found: dict[str, Any] = {"flags": kept} | {name: ways(name) for name in CLASSES}
+    results: dict[str, Any] = {"flags": kept} | {name: ways(name) for name in CLASSES}
     npu_replay.uninstall()
-    found["torch restored"] = torch.topk is top_k
-    found["undone"] = []  # MindSpeed has what lay there before, and keeps it through a repatch
+    results["torch restored"] = torch.topk is top_k
+    results["undone"] = []  # MindSpeed has what lay there before, and keeps it through a repatch
     for _ in range(2):
-        found["undone"].append(hasattr(config_class(CLASSES[0])(**SMALL), FLAGS[0]))
+        results["undone"].append(hasattr(config_class(CLASSES[0])(**SMALL), FLAGS[0]))
         repatch()
-    return found
+    return results
 
 
 def repatch(**arguments: Any) -> None:
@@ -447,7 +447,7 @@ def ways(name: str) -> dict[str, Any]:
     cls = config_class(name)
     flag = {FLAGS[0]: True}
     config, fields = cls(**SMALL, **flag), dataclasses.fields(cls)
-    found = {
+    outcomes = {
         "not given": tried_flag(lambda: cls(**SMALL)),
         "given": tried_flag(lambda: config),
         "the other name": getattr(config, FLAGS[1], None),
@@ -460,11 +460,11 @@ def ways(name: str) -> dict[str, Any]:
         "subclass, nothing given": tried_flag(lambda: provider(cls)(**SMALL)),
     }
     repatch()
-    found["repatch"] = tried_flag(lambda: cls(**SMALL, **flag))
+    outcomes["repatch"] = tried_flag(lambda: cls(**SMALL, **flag))
     repatch(moe_router_topk=4)
-    found["repatch with arguments"] = tried_flag(lambda: cls(**SMALL, **flag))
-    found["the arguments too"] = tried_flag(lambda: cls(**SMALL), "moe_router_topk")
-    return found
+    outcomes["repatch with arguments"] = tried_flag(lambda: cls(**SMALL, **flag))
+    outcomes["the arguments too"] = tried_flag(lambda: cls(**SMALL), "moe_router_topk")
+    return outcomes
 
 
 def provider(cls: type) -> Any:

@@ -133,9 +133,15 @@ class Actor:
         self.worker = worker
         self.strategy = worker.strategy
         self.model: nn.Module = worker.strategy.model
-        blocks = {type(one) for one in self.model.modules() if type(one).__name__.endswith("SparseMoeBlock")}
+        blocks = {
+            type(module)
+            for module in self.model.modules()
+            if type(module).__name__.endswith("SparseMoeBlock")
+        }
         if transformers.__version__ < "5":
-            assert {one.forward.__module__ for one in blocks} == {"roll.third_party.fsdp2.qwen3_moe_patch"}
+            assert {block.forward.__module__ for block in blocks} == {
+                "roll.third_party.fsdp2.qwen3_moe_patch"
+            }
         self.compute_log_probs = self._of_cluster("compute_log_probs")
 
     def _of_cluster(self, method: str) -> Any:
@@ -173,9 +179,9 @@ class Actor:
         batch.batch["old_log_probs"] = answer.batch["log_probs"]
         batch.batch["ref_log_probs"] = answer.batch["log_probs"].clone()
         if self.tiny.cp > 1:  # there is one driver: these ranks of a test are to know what its batch has
-            told = [batch.batch.get("routed_experts")]
-            dist.broadcast_object_list(told, src=0)
-            batch.batch["routed_experts"] = told[0]
+            shared = [batch.batch.get("routed_experts")]
+            dist.broadcast_object_list(shared, src=0)
+            batch.batch["routed_experts"] = shared[0]
         return answer
 
     def update(self, batch: Any) -> dict[str, Any]:
@@ -199,7 +205,7 @@ def prepare() -> None:
 
     def get(refs: Any, timeout: Any = None) -> Any:
         return (
-            [pickle.loads(one.value) for one in refs] if isinstance(refs, list) else pickle.loads(refs.value)
+            [pickle.loads(ref.value) for ref in refs] if isinstance(refs, list) else pickle.loads(refs.value)
         )
 
     ray.get = get
@@ -244,11 +250,11 @@ def batch_of(tiny: Tiny, routes: torch.Tensor | None = None) -> Any:
 
 def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
     """What SGLang hands out of each sample of this replica: int32 [tokens - 1, all layers, topk]."""
-    found = []
+    routes = []
     for number in tiny.mine:
         drawn = torch.Generator().manual_seed(number)
         shape = (sum(LENGTHS[number]) - 1, len(MOE), EXPERTS)
         ids = torch.rand(shape, generator=drawn).argsort(dim=-1)[..., :TOPK].int()
         ids[:, [layer for layer, sparse in enumerate(MOE) if not sparse]] = 0
-        found.append(ids)
-    return found
+        routes.append(ids)
+    return routes

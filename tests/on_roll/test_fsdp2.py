@@ -158,13 +158,13 @@ def one_rank_fails(folder: str, **settings: Any) -> None:
     actor = Actor(tiny := Tiny(folder=folder, mode="R2", **settings))
     batch = job.batch_of(tiny)
     actor.log_probs(batch)
-    weights = {name: whole(one) for name, one in actor.model.named_parameters()}
+    weights = {name: whole(weight) for name, weight in actor.model.named_parameters()}
     last = dist.get_world_size() - 1
     if dist.get_rank() == last:
         batch.batch["routed_experts"][2, 1, 0, 0] = EXPERTS + 69
     text = refused(actor, batch)
     assert (f"{EXPERTS + 69}" in text) if dist.get_rank() == last else (f"rank {last} stopped" in text), text
-    assert all(torch.equal(whole(one), weights[name]) for name, one in actor.model.named_parameters())
+    assert all(torch.equal(whole(weight), weights[name]) for name, weight in actor.model.named_parameters())
     nothing_is_on()
 
 
@@ -208,7 +208,7 @@ def nothing_is_on() -> None:
     from npu_replay.sessions.session import open_sessions
 
     assert (current().action, current().engine) == ("", None)
-    assert not any(getattr(one, "batch", None) for one in engine_adapter._adapters.values())
+    assert not any(getattr(adapter, "batch", None) for adapter in engine_adapter._adapters.values())
     assert not open_sessions()
 
 

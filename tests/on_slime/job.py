@@ -38,10 +38,10 @@ def taken(module: str, *names: str, **known: Any) -> dict[str, Any]:
     assert root is not None
     file = Path(str(root.origin)).parent / f"{module.replace('.', '/')}.py"
     tree = ast.parse(file.read_text())
-    found = [one for one in ast.walk(tree) if getattr(one, "name", None) in names]
-    assert {one.name for one in found} == {*names}, names  # type: ignore[attr-defined]
+    definitions = [node for node in ast.walk(tree) if getattr(node, "name", None) in names]
+    assert {node.name for node in definitions} == {*names}, names  # type: ignore[attr-defined]
     future = ast.parse("from __future__ import annotations").body
-    code = compile(ast.Module([*future, *found], []), str(file), "exec")  # type: ignore[list-item]
+    code = compile(ast.Module([*future, *definitions], []), str(file), "exec")  # type: ignore[list-item]
     space = dict(known)
     exec(code, space)
     return {name: space[name] for name in names}
@@ -67,19 +67,19 @@ class Actor:
         for name, weight in self.model.named_parameters():
             if "router" in name:
                 torch.nn.init.normal_(weight, std=1.0)
-        self.routers = [one for one in self.model.modules() if type(one).__name__ == "TopKRouter"]
+        self.routers = [module for module in self.model.modules() if type(module).__name__ == "TopKRouter"]
         self.batches = [torch.randint(0, 64, (1, length)) for length in LENGTHS]
 
-    def fill(self, given: Sequence[torch.Tensor]) -> None:
+    def fill(self, rollout: Sequence[torch.Tensor]) -> None:
         from megatron.core import mpu
         from slime.backends.megatron_utils import cp_utils
 
         each = [[number] for number in range(len(self.batches))]
-        data = {"tokens": [one[0] for one in self.batches], "rollout_routed_experts": list(given)}
+        data = {"tokens": [batch[0] for batch in self.batches], "rollout_routed_experts": list(rollout)}
         iterator = taken("backends.megatron_utils.data", "DataIterator")["DataIterator"](
             data, micro_batch_indices=each
         )
-        known = {name: one for name, one in vars(cp_utils).items() if callable(one)}
+        known = {name: function for name, function in vars(cp_utils).items() if callable(function)}
         method = taken("backends.megatron_utils.actor", "fill_routing_replay", torch=torch, mpu=mpu, **known)
         args = SimpleNamespace(
             num_experts=EXPERTS, data_pad_size_multiplier=1, sequence_parallel=False, allgather_cp=False
@@ -115,7 +115,7 @@ class Actor:
 def same(calls: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
     """Row by row; a wanted map may be shorter by the last token, which has no route."""
     pairs = list(zip(calls, wanted, strict=True))
-    return all(torch.equal(one[: len(other)], other) for one, other in pairs)
+    return all(torch.equal(call[: len(other)], other) for call, other in pairs)
 
 
 @contextmanager
@@ -133,18 +133,18 @@ def begun() -> Iterator[tuple[Actor, Any, dict[str, Any]]]:
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
     """R3 and R2 with recompute; what shows without replay, and how often each queue was asked."""
-    with begun() as (actor, kind, found):
-        found["hooks"] = [len(one._forward_pre_hooks) for one in actor.routers]
-        found |= {"r3": _r3(actor, kind), "r2": _r2(actor, kind)}
-        return found | {stage: _refused(actor, stage) for stage in ("replay_forward", "replay")}
+    with begun() as (actor, kind, results):
+        results["hooks"] = [len(router._forward_pre_hooks) for router in actor.routers]
+        results |= {"r3": _r3(actor, kind), "r2": _r2(actor, kind)}
+        return results | {stage: _refused(actor, stage) for stage in ("replay_forward", "replay")}
 
 
 def stand_in(task: dict[str, Any]) -> dict[str, Any]:
     """R2 alone, on a module that has slime's names; what of it was changed."""
-    with begun() as (actor, kind, found):
-        changed = [one.where for one in npu_replay.report().patches if one.where.startswith("slime.")]
-        found["patches"] = sorted(one.rpartition(".")[2] for one in changed)
-        return found | ({"r2": _r2(actor, kind)} if found["replays"] else {})
+    with begun() as (actor, kind, results):
+        changed = [patch.where for patch in npu_replay.report().patches if patch.where.startswith("slime.")]
+        results["patches"] = sorted(path.rpartition(".")[2] for path in changed)
+        return results | ({"r2": _r2(actor, kind)} if results["replays"] else {})
 
 
 def _lend_queues(kind: Any) -> None:
@@ -165,17 +165,17 @@ def _next(index: str) -> Any:
 
 
 def _r3(actor: Actor, kind: Any) -> dict[str, Any]:
-    given = routes()
-    actor.fill(given)
+    rollout = routes()
+    actor.fill(rollout)
     with actor.witnessed() as first:
         actor.log_probs("replay_forward")
     kind.clear_all_forward()
     with actor.witnessed() as second:
         actor.update()
-    asked = [(one.forward_index, one.backward_index) for one in kind.all_routing_replays]
+    asked = [(queue.forward_index, queue.backward_index) for queue in kind.all_routing_replays]
     kind.clear_all()
     layers = [layer for layer, sparse in enumerate(MOE) if sparse]
-    maps = {layer: [as_map(one[:, layer], EXPERTS) for one in given] for layer in layers}
+    maps = {layer: [as_map(ids[:, layer], EXPERTS) for ids in rollout] for layer in layers}
     with actor.witnessed() as own:
         actor.log_probs("fallthrough")
     return {

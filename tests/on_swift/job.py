@@ -113,10 +113,10 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         return prepare(self, samples)
 
     def encoded(sample: Any, template: Any) -> Any:
-        found = encode(sample, template)
+        inputs = encode(sample, template)
         if task.get("routes", True):
-            rollout.give(sample, list(found["input_ids"]))
-        return found
+            rollout.give(sample, list(inputs["input_ids"]))
+        return inputs
 
     grpo_trainer.GRPOTrainer._prepare_batch_inputs = prepared
     grpo_trainer.encode_sample = encoded
@@ -160,5 +160,5 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         )
     except Exception as error:  # whatever ends a run
         problem = f"{type(error).__name__}: {error}"
-    figures = {name: getattr(one, name) for one in seen for name in FIGURES}
+    figures = {name: getattr(witness, name) for witness in seen for name in FIGURES}
     return figures | {"problem": problem}

@@ -41,22 +41,22 @@ def with_replay(mode: str = "R3", **task: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_policy_passes_take_the_engines_experts(case: str) -> None:
-    found = with_replay(**CASES[case])
-    assert not found["problem"]
-    assert found["wrong"] == 0
-    assert found["replayed"] > 1000
-    assert (found["recomputed"] > 0) == (case != "no checkpointing")
-    assert found["count"]["record"] >= 4
-    assert found["count"]["update"] == 8
+    outcome = with_replay(**CASES[case])
+    assert not outcome["problem"]
+    assert outcome["wrong"] == 0
+    assert outcome["replayed"] > 1000
+    assert (outcome["recomputed"] > 0) == (case != "no checkpointing")
+    assert outcome["count"]["record"] >= 4
+    assert outcome["count"]["update"] == 8
     if case == "LoRA with its reference":
-        assert found["count"]["reference"] >= 4
-        assert found["free"] < 3 * FREE * found["replayed"]
+        assert outcome["count"]["reference"] >= 4
+        assert outcome["free"] < 3 * FREE * outcome["replayed"]
 
 
 def test_as_released_nothing_is_replayed_and_nothing_says_so() -> None:
-    found = run()
-    assert not found["problem"]
-    assert found["wrong"] > 0.9 * found["replayed"]
+    outcome = run()
+    assert not outcome["problem"]
+    assert outcome["wrong"] > 0.9 * outcome["replayed"]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -69,9 +69,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_routes_that_lack_or_lie_elsewhere_end_the_run(what: str) -> None:
     task, message = BAD[what]
-    found = with_replay(**task)
-    assert re.search(message, found["problem"])
-    assert found["count"].get("update", 0) == 0
+    outcome = with_replay(**task)
+    assert re.search(message, outcome["problem"])
+    assert outcome["count"].get("update", 0) == 0
 
 
 def test_without_the_import_there_is_no_such_callback() -> None:
@@ -79,8 +79,8 @@ def test_without_the_import_there_is_no_such_callback() -> None:
 
 
 def test_r2_takes_the_experts_of_the_old_log_probs() -> None:
-    found = with_replay("R2", routes=False)
-    assert not found["problem"]
-    assert found["updates"] > 1000
-    assert found["otherwise"] == 0
+    outcome = with_replay("R2", routes=False)
+    assert not outcome["problem"]
+    assert outcome["updates"] > 1000
+    assert outcome["otherwise"] == 0
     assert run(routes=False)["otherwise"] > 100  # the control: the routers do move

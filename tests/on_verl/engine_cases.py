@@ -86,23 +86,23 @@ def check_rows(
     columns = columns or range(len(tiny.moe))
     first = job.mine(tiny.split)[0]
     checked = 0
-    for one, numbers in zip(shown, groups(tiny) * (len(shown) // len(groups(tiny))), strict=True):
-        if not one.layers:
+    for micro_batch, numbers in zip(shown, groups(tiny) * (len(shown) // len(groups(tiny))), strict=True):
+        if not micro_batch.layers:
             continue
         here = job.rows(numbers, tiny.split)
-        assert len(here) == len(one)
-        wanted = [columns.index(layer) for layer in one.layers]
+        assert len(here) == len(micro_batch)
+        wanted = [columns.index(layer) for layer in micro_batch.layers]
         for row, token in enumerate(here):
             if token is None:
                 continue
-            ids = sets(one.ids[row])
+            ids = sets(micro_batch.ids[row])
             route = routes[token[0] - first][token[1]]
             if route.any():
                 assert torch.equal(ids, sets(route[wanted])), token
                 checked += 1
             else:
                 assert bool((ids.diff() > 0).all()), f"{token}: zeros were replayed"
-    assert checked or not any(one.layers for one in shown)
+    assert checked or not any(micro_batch.layers for micro_batch in shown)
 
 
 def moe_layers(tiny: Tiny) -> list[int]:
@@ -112,7 +112,7 @@ def moe_layers(tiny: Tiny) -> list[int]:
 def same_gradients(ours: Any, theirs: Any) -> None:
     assert len(ours.gradients) == len(theirs.gradients) > 0
     for a, b in zip(ours.gradients, theirs.gradients, strict=True):
-        assert any(one.any() for one in a)
+        assert any(gradient.any() for gradient in a)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -182,7 +182,7 @@ def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
     assert none is None
     assert torch.equal(others.batch["old_log_probs"], data.batch["old_log_probs"])
     shape = (1, 5) if stays else (len(columns), 2)
-    assert [tuple(one.shape) for one in routes] == [
+    assert [tuple(ids.shape) for ids in routes] == [
         (sum(LENGTHS[number]), *shape) for number in job.mine(tiny.split)
     ]
     with job.other_routers(actor.chunks, plain.chunks), told() as lines:
@@ -192,9 +192,9 @@ def _r2(kind: Any, settings: dict[str, Any], *, stays: bool = False) -> Any:
             off = plain.update(others)
     assert not [name for name in off if name.startswith("npu_replay/")]
     if stays:
-        held = EngineAdapter.of(actor.engine).routes.usable
-        kept = [held[key] for key in keys_in(data.batch["routed_experts"])] if held else []
-        routes = [one.ids for one in kept]
+        usable = EngineAdapter.of(actor.engine).routes.usable
+        kept = [usable[key] for key in keys_in(data.batch["routed_experts"])] if usable else []
+        routes = [sample.ids for sample in kept]
         columns = list(kept[0].layers) if kept else []  # none on a stage of dense layers
     if tiny.most:
         same_shown(first.shown, second.shown)
@@ -241,9 +241,9 @@ def _lora(kind: Any) -> None:
         actor = kind(tiny)
         routes = job.rollout_routes(tiny)
         with told() as lines:
-            found, names = actor.reference(job.batch(tiny, routes))
+            log_probs, names = actor.reference(job.batch(tiny, routes))
             wanted, _ = plain_of(actor).reference(job.batch(tiny))
-        assert torch.equal(found, wanted)
+        assert torch.equal(log_probs, wanted)
         assert "routed_experts" not in names
         assert (lines, actor.adapter.off) == ([], 1)
         data = job.batch(tiny, routes if mode == "R3" else None)
@@ -312,8 +312,8 @@ def _r2_by_reference(settings: dict[str, Any]) -> None:
         patch.setattr(batch_routes, "exchange", None)
         actor = _r2(Actor, settings, stays=True)
         adapter = EngineAdapter.of(actor.engine)
-        held = adapter.routes
-        assert bool(held.nbytes) == any(actor.tiny.moe[layer] for layer in held.layers)
+        store = adapter.routes
+        assert bool(store.nbytes) == any(actor.tiny.moe[layer] for layer in store.layers)
         assert not adapter.microseconds, "an update counts the time of the passes before it once"
 
 
@@ -382,7 +382,7 @@ def _wide() -> None:
     tiny = begin(mode="R2", moe=(0, 0, 0, 1), changes={"num_moe_experts": 300})
     actor = Actor(tiny)
     data, routes = recorded_batch(actor)
-    assert max(int(one.max()) for one in routes) > 255
+    assert max(int(ids.max()) for ids in routes) > 255
     with job.other_routers(actor.chunks), npu_replay.observe(actor.chunks) as seen:
         actor.update(data)
     check_rows(seen.shown, routes, tiny, moe_layers(tiny))
@@ -436,20 +436,20 @@ def _others() -> None:
     data = job.batch(tiny, routes)
 
     def asked() -> list[torch.Tensor]:
-        found = []
+        outputs = []
         for worker, run, name in passes:
             with npu_replay.observe(worker.engine.module) as seen, told() as lines:
-                found.append(run(job.log_prob_batch(data))[name].values())
-            found += [one.ids for one in seen.shown]
+                outputs.append(run(job.log_prob_batch(data))[name].values())
+            outputs += [micro_batch.ids for micro_batch in seen.shown]
             assert lines == []
-        return found
+        return outputs
 
     before = asked()
     data.batch["old_log_probs"], _ = actor.log_probs(data)
     between = asked()
     actor.update(data)
-    for found in (between, asked()):
-        assert all(torch.equal(a, b) for a, b in zip(before, found, strict=True))
+    for after in (between, asked()):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     if len(passes) == 2:
         critic.train_mini_batch(job.update_batch(data))
         assert len(critic.engine.gradients) == 1
@@ -471,8 +471,8 @@ def _files() -> None:
             batch.batch["old_log_probs"], _ = other.log_probs(batch)
         with npu_replay.observe(other.chunks) as second:
             other.update(batch, mini_batch_size=4)
-    for one in routes:
-        one[-1] = 0  # verl's R3 leaves the last token to the router: nothing comes after it
+    for ids in routes:
+        ids[-1] = 0  # verl's R3 leaves the last token to the router: nothing comes after it
     for seen in (first, second):
         check_rows(seen.shown, routes, again)
     nothing_is_on()
@@ -500,13 +500,13 @@ def leave(run: Callable[[], Any], words: str, *, first: int = 1) -> None:
 
 def spoiled(kind: str, routes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """On the last rank the first sample's routes are bad; all of them where it is a matter of shape."""
-    found = [one.clone().to(torch.int16) for one in routes]
+    copies = [ids.clone().to(torch.int16) for ids in routes]
     if dist.get_rank() < dist.get_world_size() - 1:
-        return found
+        return copies
     if kind == "number of layers":
-        return [torch.cat([one, one[:, :1]], dim=1) for one in found]
-    found[0][1, 0] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
-    return found
+        return [torch.cat([ids, ids[:, :1]], dim=1) for ids in copies]
+    copies[0][1, 0] = torch.tensor([EXPERTS + 3, 1] if kind == "out of range" else [5, 5])
+    return copies
 
 
 def _weights(actor: Any) -> list[torch.Tensor]:
@@ -554,17 +554,17 @@ def _bad_later() -> None:
         here = tiny.split.pp == 2 or dist.get_rank() == 1
 
         def updated(bad: int) -> None:
-            given = [one.to(torch.int16) for one in routes]  # noqa: B023
-            for number, one in enumerate(given):
-                one[-1, 1] = EXPERTS + 3
+            copies = [ids.to(torch.int16) for ids in routes]  # noqa: B023
+            for number, ids in enumerate(copies):
+                ids[-1, 1] = EXPERTS + 3
                 if number < bad * here:  # noqa: B023
-                    one[1, 1] = torch.tensor([EXPERTS + 3, 1])
+                    ids[1, 1] = torch.tensor([EXPERTS + 3, 1])
             with npu_replay.observe(actor.chunks) as seen:  # noqa: B023
-                metrics = actor.update(r3_batch(tiny, given))  # noqa: B023
+                metrics = actor.update(r3_batch(tiny, copies))  # noqa: B023
             assert set(metrics["npu_replay/bad_samples"]) == {float(bad)}
-            left = [one if n >= bad * here else torch.zeros_like(one) for n, one in enumerate(routes)]  # noqa: B023
+            left = [ids if n >= bad * here else torch.zeros_like(ids) for n, ids in enumerate(routes)]  # noqa: B023
             check_rows(seen.shown, left, tiny)  # noqa: B023
-            if bad * here and any(one.layers for one in seen.shown):  # noqa: B023
+            if bad * here and any(micro_batch.layers for micro_batch in seen.shown):  # noqa: B023
                 with pytest.raises(AssertionError):
                     check_rows(seen.shown, routes, tiny)  # noqa: B023
 

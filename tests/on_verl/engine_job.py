@@ -199,7 +199,7 @@ def model_config(tiny: Tiny) -> Any:
         architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", tie_word_embeddings=False
     )
     hf.save_pretrained = lambda *_, **__: None
-    found = SimpleNamespace(
+    config = SimpleNamespace(
         tiny=tiny,
         model_type="value_model" if tiny.value else "language_model",
         hf_config=hf,
@@ -213,8 +213,8 @@ def model_config(tiny: Tiny) -> Any:
         lora=SimpleNamespace(get=lambda name, default=None: default),
         get_processor=lambda: None,
     )
-    found.get = lambda name, default=None: getattr(found, name, default)
-    return found
+    config.get = lambda name, default=None: getattr(config, name, default)
+    return config
 
 
 def engine_config(tiny: Tiny) -> Any:
@@ -392,14 +392,14 @@ class Actor:
         """Old log-probs as the trainer keeps them, [samples, RESPONSE] float32, and the routes, if any."""
         from verl.workers.utils.padding import no_padding_2_padding
 
-        found = self.output(self.worker.compute_log_prob(log_prob_batch(data)))
-        logs = no_padding_2_padding(found["log_probs"], log_prob_batch(data)).float()
-        return logs, found.get("routed_experts")
+        output = self.output(self.worker.compute_log_prob(log_prob_batch(data)))
+        logs = no_padding_2_padding(output["log_probs"], log_prob_batch(data)).float()
+        return logs, output.get("routed_experts")
 
     def reference(self, data: DataProto) -> tuple[torch.Tensor, list[str]]:
         """The log-probs without the adapter, and the names of all that came with them."""
-        found = self.worker.compute_log_prob(without_padding(data, compute_loss=False, no_lora_adapter=True))
-        return found["log_probs"].values(), list(found.keys())
+        output = self.worker.compute_log_prob(without_padding(data, compute_loss=False, no_lora_adapter=True))
+        return output["log_probs"].values(), list(output.keys())
 
     def update(self, data: DataProto, **more: Any) -> dict[str, Any]:
         return dict(self.output(self.worker.update_actor(update_batch(data, **more)))["metrics"])
@@ -408,15 +408,15 @@ class Actor:
         """What the driver gets of this data-parallel rank: from the one rank of it that has an output."""
         if mine is not None:
             mine = {name: tu.get(mine, name) for name in mine.keys()}  # noqa: SIM118
-        found = told_by(self.tiny.split, mine)
-        return dict(next(one for one in found if one is not None))
+        outputs = told_by(self.tiny.split, mine)
+        return dict(next(output for output in outputs if output is not None))
 
 
 def told_by(split: Split, mine: Any) -> list[Any]:
     """What each rank of this data-parallel rank has to say."""
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (split.ranks["dp"], mine))
-    return [one for rank, one in everyones if rank == split.ranks["dp"]]
+    return [message for rank, message in everyones if rank == split.ranks["dp"]]
 
 
 class LegacyActor:
@@ -461,19 +461,19 @@ class LegacyActor:
         worker.actor_optimizer.step = stepped
 
     def log_probs(self, data: DataProto) -> tuple[torch.Tensor, Any]:
-        found = self.worker.compute_log_prob(self._counted(data)).batch
-        routes = told_by(self.tiny.split, found.get("routed_experts"))
-        assert all(one is None or torch.equal(routes[0], one) for one in routes)
-        return found["old_log_probs"], routes[-1]
+        output = self.worker.compute_log_prob(self._counted(data)).batch
+        routes = told_by(self.tiny.split, output.get("routed_experts"))
+        assert all(ids is None or torch.equal(routes[0], ids) for ids in routes)
+        return output["old_log_probs"], routes[-1]
 
     def reference(self, data: DataProto) -> tuple[torch.Tensor, list[str]]:
-        found = self.worker.compute_ref_log_prob(self._counted(data)).batch
-        return found["ref_log_prob"], list(found.keys())
+        output = self.worker.compute_ref_log_prob(self._counted(data)).batch
+        return output["ref_log_prob"], list(output.keys())
 
     def update(self, data: DataProto) -> dict[str, Any]:
         output = self.worker.update_actor(self._counted(data))
-        told = told_by(self.tiny.split, (self.tiny.split.ranks["pp"], output.meta_info["metrics"]))
-        return dict(next(metrics for stage, metrics in told if stage == self.tiny.split.pp - 1))
+        reports = told_by(self.tiny.split, (self.tiny.split.ranks["pp"], output.meta_info["metrics"]))
+        return dict(next(metrics for stage, metrics in reports if stage == self.tiny.split.pp - 1))
 
     def _counted(self, data: DataProto) -> DataProto:
         data = DataProto(batch=data.batch.clone(), meta_info=dict(data.meta_info))
@@ -593,9 +593,9 @@ def without_padding(data: DataProto, **more: Any) -> TensorDict:
     """As the trainer hands a batch to its workers, by verl's own functions."""
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    found = left_right_2_no_padding(data.to_tensordict())
-    tu.assign_non_tensor(found, **more)
-    return found
+    tensordict = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(tensordict, **more)
+    return tensordict
 
 
 def log_prob_batch(data: DataProto) -> TensorDict:
@@ -616,7 +616,7 @@ def unpadded(routes: torch.Tensor, data: DataProto) -> list[torch.Tensor]:
     if routes.is_nested:
         return list(routes.unbind())
     kept = data.batch["attention_mask"].bool()
-    return [one[mask] for one, mask in zip(routes, kept, strict=True)]
+    return [ids[mask] for ids, mask in zip(routes, kept, strict=True)]
 
 
 # Where a token sits
@@ -625,14 +625,14 @@ def unpadded(routes: torch.Tensor, data: DataProto) -> list[torch.Tensor]:
 def rows(numbers: Sequence[int], split: Split) -> list[tuple[int, int] | None]:
     """The token (sample, position) in each row of this rank's routers for one packed micro-batch."""
     align = split.tp * split.cp * (2 if split.cp > 1 else 1)
-    found: list[tuple[int, int] | None] = []
+    tokens: list[tuple[int, int] | None] = []
     for number in numbers:
         length = sum(LENGTHS[number])
         padded = -(-length // align) * align
         here = share(padded, split.cp, split.ranks["cp"])
-        found += [(number, position) if position < length else None for position in here]
-    part = len(found) // split.tp
-    return found[split.ranks["tp"] * part : (split.ranks["tp"] + 1) * part]
+        tokens += [(number, position) if position < length else None for position in here]
+    part = len(tokens) // split.tp
+    return tokens[split.ranks["tp"] * part : (split.ranks["tp"] + 1) * part]
 
 
 def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
@@ -640,7 +640,7 @@ def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
 
     The last token has none, and neither have two in the middle of each longer response, which a tool wrote.
     """
-    found = []
+    routes = []
     for number in mine(tiny.split):
         length = sum(LENGTHS[number])
         generator = torch.Generator().manual_seed(100 + number)
@@ -649,8 +649,8 @@ def rollout_routes(tiny: Tiny) -> list[torch.Tensor]:
         ids[:, [layer for layer, sparse in enumerate(tiny.moe) if not sparse]] = 0
         if LENGTHS[number][1] > 6:
             ids[LENGTHS[number][0] + 2 : LENGTHS[number][0] + 4] = 0
-        found.append(ids.to(torch.uint8))
-    return found
+        routes.append(ids.to(torch.uint8))
+    return routes
 
 
 def packing() -> tuple[Any, ...]:

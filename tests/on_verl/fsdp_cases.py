@@ -80,10 +80,10 @@ def _r2(tiny: Tiny, *, stays: bool = False) -> list[torch.Tensor]:
     with witnessed(actor.model) as first:
         data, routes = recorded_batch(actor)
     if stays:
-        assert {tuple(one.shape[1:]) for one in routes} == {(1, 5)}
-        held = FsdpAdapter.of(actor.engine).routes.usable
-        routes = [held[key].ids for key in keys_in(data.batch["routed_experts"]) if key in held]
-    assert [tuple(one.shape) for one in routes] == [
+        assert {tuple(tensor.shape[1:]) for tensor in routes} == {(1, 5)}
+        usable = FsdpAdapter.of(actor.engine).routes.usable
+        routes = [usable[key].ids for key in keys_in(data.batch["routed_experts"]) if key in usable]
+    assert [tuple(ids.shape) for ids in routes] == [
         (sum(LENGTHS[number]), len(LABELS), 2) for number in engine_job.mine(tiny.split)
     ]
     check_calls(first, tiny, routes, times=1)
@@ -124,8 +124,8 @@ for _way, _settings in WAYS.items():
     for _mode, _run in (("R2", _r2), ("R3", _r3)):
         for _recompute in (False, True):
             _name = f"{_mode}: {_way}{', recompute' if _recompute else ''}"
-            CASES[_name] = lambda run=_run, given={**_settings, "mode": _mode, "recompute": _recompute}: run(
-                tiny_of(**given)
+            CASES[_name] = lambda run=_run, settings={**_settings, "mode": _mode, "recompute": _recompute}: (
+                run(tiny_of(**settings))
             )
 
 
@@ -149,8 +149,8 @@ def _wide() -> None:
     """Ids come back as int16."""
     folder = save_model(shared_folder(), num_experts=300)
     routes = _r2(tiny_of(folder=folder, sp=2))
-    assert {one.dtype for one in routes} == {torch.int16}
-    assert max(int(one.max()) for one in routes) > 255
+    assert {ids.dtype for ids in routes} == {torch.int16}
+    assert max(int(ids.max()) for ids in routes) > 255
 
 
 @case("verl's block for an NPU")
@@ -166,9 +166,9 @@ def _adapter() -> None:
     """LoRA: the reference pass is the actor's own without its adapter, and neither recorded nor replayed."""
     actor = Actor(tiny := tiny_of(lora=4))
     plain = plain_of(actor)
-    for one in (actor, plain):
+    for worker in (actor, plain):
         with torch.no_grad():
-            for name, weight in one.model.named_parameters():
+            for name, weight in worker.model.named_parameters():
                 if "lora_B" in name:  # a fresh adapter does nothing: half of it is zero
                     weight.fill_(0.3)
     data, routes = recorded_batch(actor)
@@ -218,7 +218,10 @@ def _unthought() -> None:
     """Where it lays out a micro-batch, before a forward and after one whose rows another rank waits for."""
     for settings, run in (
         ({"sp": 2}, recorded_batch),
-        ({"mode": "R3"}, lambda one: one.update(r3_batch(one.tiny, engine_job.rollout_routes(one.tiny)))),
+        (
+            {"mode": "R3"},
+            lambda actor: actor.update(r3_batch(actor.tiny, engine_job.rollout_routes(actor.tiny))),
+        ),
     ):
         actor = Actor(tiny_of(**settings))  # type: ignore[arg-type]
         with patched() as patch:
@@ -255,7 +258,7 @@ def vision_batch(tiny: Tiny, images: Sequence[int]) -> Any:
     samples = [qwen_vl.sample(image) for image in images]
     tokens = samples[0][0]
     data = engine_job.batch(tiny, None, [(tokens[:6], tokens[6:])] * len(LENGTHS))
-    inputs = np.array([{}, *(one for _, one in samples)], dtype=object)[1:]
+    inputs = np.array([{}, *(fields for _, fields in samples)], dtype=object)[1:]
     data.non_tensor_batch["multi_modal_inputs"] = inputs
     return data
 
@@ -263,23 +266,23 @@ def vision_batch(tiny: Tiny, images: Sequence[int]) -> Any:
 @contextmanager
 def by_image(model: nn.Module) -> Iterator[dict[float, torch.Tensor]]:
     """By an image's first value, what the routers chose for its sample, [layers, tokens, topk], sorted."""
-    found: dict[float, torch.Tensor] = {}
+    chosen: dict[float, torch.Tensor] = {}
     fed: list[float] = []
 
     def fed_with(_: Any, __: Any, kwargs: Any) -> None:
         fed[:] = kwargs["pixel_values"].view(-1, 16, 96)[:, 0, 0].tolist()
 
     def chose(layer: int, _: Any, __: Any, output: Any) -> None:
-        ids = next(one for one in output if one.dtype == torch.int64).detach().sort(1).values
+        ids = next(tensor for tensor in output if tensor.dtype == torch.int64).detach().sort(1).values
         for image, rows in zip(fed, ids.view(len(fed), -1, qwen_vl.TOPK), strict=True):
-            found.setdefault(image, torch.zeros(qwen_vl.LAYERS, *rows.shape, dtype=torch.int64))
-            found[image][layer] = rows
+            chosen.setdefault(image, torch.zeros(qwen_vl.LAYERS, *rows.shape, dtype=torch.int64))
+            chosen[image][layer] = rows
 
     handles = [model.register_forward_pre_hook(fed_with, with_kwargs=True)]
     for layer, router in routers(model).items():
         handles.append(router.register_forward_hook(partial(chose, layer)))
     try:
-        yield found
+        yield chosen
     finally:
         for handle in handles:
             handle.remove()
@@ -304,7 +307,7 @@ def _other_images() -> None:
     data = vision_batch(actor.tiny, images)
     with by_image(actor.model) as first:
         data.batch["old_log_probs"], data.batch["routed_experts"] = actor.log_probs(data)
-    assert len({tuple(one.flatten().tolist()) for one in first.values()}) == 4
+    assert len({tuple(ids.flatten().tolist()) for ids in first.values()}) == 4
     with other_routers(actor.model), by_image(actor.model) as second:
         metrics = actor.update(data)
     assert metrics["npu_replay/live_mismatch"][0] > 0.3

@@ -158,7 +158,7 @@ def _noting(base: type) -> type:
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
+    return {name: whole(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 # Data
@@ -169,8 +169,8 @@ def by_token(tiny: Any, routes: Sequence[torch.Tensor]) -> dict[int, torch.Tenso
     tokens = [torch.cat(tiny.samples()[number]).tolist() for number in engine_job.mine(tiny.split)]
     return {
         token: row
-        for ids, one in zip(tokens, routes, strict=True)
-        for token, row in zip(ids, one.long(), strict=True)
+        for ids, rows in zip(tokens, routes, strict=True)
+        for token, row in zip(ids, rows.long(), strict=True)
     }
 
 
@@ -191,7 +191,10 @@ def prepare() -> None:
 
 def _lend_device(device: Any) -> None:
     """verl before 0.9 has no platforms: it takes a machine without CUDA for one with an NPU, or a CPU."""
-    for module in [device, *(one for name, one in list(sys.modules.items()) if name.startswith("verl."))]:
+    for module in [
+        device,
+        *(imported for name, imported in list(sys.modules.items()) if name.startswith("verl.")),
+    ]:
         for name, value in (("get_device_id", lambda: "cpu"), ("get_torch_device", lambda: torch.cpu)):
             if hasattr(module, name):
                 setattr(module, name, value)

@@ -56,23 +56,23 @@ class Workers:
         named = {"key": key, "ignored": NEW if key == OLD else OLD, "unpadded": unpadded, "flag": FLAG}
         return named | files | {"engine": f"{ROLLOUT}.name"}
 
-    def actor(self, **given: Any) -> Any:
+    def actor(self, **settings: Any) -> Any:
         """The actor's part of the config of a job with these workers, as it arrives there: through Ray's
         pickle."""
-        lines = {self.lines.get(name, name): value for name, value in given.items()}
+        lines = {self.lines.get(name, name): value for name, value in settings.items()}
         trainer = "ppo_megatron_trainer" if self.strategy == "megatron" else "ppo_trainer"
         config = job({f"{ACTOR}.strategy": self.strategy} | lines, trainer=trainer)
         if HAS_LEGACY:
             config.trainer.use_legacy_worker_impl = "auto" if self.legacy else "disable"
         return cloudpickle.loads(cloudpickle.dumps(config.actor_rollout_ref))
 
-    def check(self, words: str | None, **given: Any) -> None:
+    def check(self, words: str | None, **settings: Any) -> None:
         """Are these lines let through, or refused in these words?"""
         if words is None:
-            verl_config.check_actor(self.actor(**given), legacy=self.legacy)
+            verl_config.check_actor(self.actor(**settings), legacy=self.legacy)
             return
         with pytest.raises(ReplayError, match=f"(?s){words.format(**self.lines)}"):
-            verl_config.check_actor(self.actor(**given), legacy=self.legacy)
+            verl_config.check_actor(self.actor(**settings), legacy=self.legacy)
 
     @property
     def cls(self) -> Any:
@@ -105,13 +105,13 @@ def workers(request: pytest.FixtureRequest) -> Workers:
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[probe.Product]:
     """What `probe` finds; a test adds the rollout engines that it wants."""
-    found = [product for product in probe.products() if product.name == "verl"]
-    monkeypatch.setattr(probe, "products", lambda: tuple(found))
-    return found
+    products = [product for product in probe.products() if product.name == "verl"]
+    monkeypatch.setattr(probe, "products", lambda: tuple(products))
+    return products
 
 
-def has(engines: list[probe.Product], found: Mapping[str, str]) -> None:
-    engines.extend(probe.Product(name, True, version, "/somewhere") for name, version in found.items())
+def has(engines: list[probe.Product], versions: Mapping[str, str]) -> None:
+    engines.extend(probe.Product(name, True, version, "/somewhere") for name, version in versions.items())
 
 
 def as_dataclasses(section: Any) -> Any:
@@ -320,14 +320,14 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def started(
-    found: dict[str, str],
-    given: dict[str, Any],
+    versions: dict[str, str],
+    settings: dict[str, Any],
     words: str | None,
     environment: Mapping[str, str] | None = None,
 ) -> Row:
     """R3 with this engine."""
-    engine = {"engine": "sglang" if "sglang" in found else "vllm"}
-    return Row(R3 | engine | given, words, ON_MEGATRON, found, environment or {})
+    engine = {"engine": "sglang" if "sglang" in versions else "vllm"}
+    return Row(R3 | engine | settings, words, ON_MEGATRON, versions, environment or {})
 
 
 ENGINES = [
@@ -341,9 +341,9 @@ ENGINES = [
     started({"sglang": "0.5.8", "torch_npu": "2.7.1"}, {}, "SGLang 0.5.8 returns zeros on an NPU"),
     # rows of another step, by the key that verl hands on
     *(
-        started(found, given, words)
-        for found in ({"vllm": "0.20.2"}, {"vllm-ascend": "0.22.1rc1", "vllm": "0.22.1"})
-        for given, words in (
+        started(versions, settings, words)
+        for versions in ({"vllm": "0.20.2"}, {"vllm-ascend": "0.22.1rc1", "vllm": "0.22.1"})
+        for settings, words in (
             ({}, LATE),
             ({f"{KWARGS}.async_scheduling": False}, LATE),  # verl drops it
             ({f"{KWARGS}.async-scheduling": False}, LATE),
@@ -353,7 +353,7 @@ ENGINES = [
         )
     ),
     started({"vllm-ascend": "0.23.0.dev45", "vllm": "0.22.1"}, {}, LATE),  # has the rules of its vLLM
-    *(started(found, {}, None) for found in ({"vllm": "0.22.0"}, ASCEND, {})),
+    *(started(versions, {}, None) for versions in ({"vllm": "0.22.0"}, ASCEND, {})),
     # zeros on Ascend: vllm-ascend before 0.27 captures unquantized experts alone, and says nothing of others
     started(ASCEND, SIZES | QUANTIZED, f"got {ROLLOUT}.quantization='ascend'.*R2 needs no routes"),
     started({"vllm-ascend": "0.29.0rc1", "vllm": "0.29.0"}, SIZES | QUANTIZED, None),
@@ -368,9 +368,11 @@ ENGINES = [
     # its plan: verl's own keys, or the engine's own beside them
     *(
         started(
-            {engine: version}, given, rf"with this {[*given][-1]}\. .*got {[*given][-1]}=.*R2 needs no routes"
+            {engine: version},
+            settings,
+            rf"with this {[*settings][-1]}\. .*got {[*settings][-1]}=.*R2 needs no routes",
         )
-        for engine, version, given in [
+        for engine, version, settings in [
             ("sglang", "0.5.23", {f"{SGLANG}.enable_hierarchical_cache": True}),
             ("sglang", "0.5.23", {f"{SGLANG}.speculative_algorithm": "NGRAM"}),
             ("sglang", "0.5.23", {f"{SGLANG}.tp-size": 4, f"{SGLANG}.pp-size": "2"}),
@@ -381,8 +383,8 @@ ENGINES = [
         ]
     ),
     *(
-        started({engine: version}, given, None)
-        for engine, version, given in [
+        started({engine: version}, settings, None)
+        for engine, version, settings in [
             (
                 "sglang",
                 "0.5.23",
@@ -527,10 +529,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         waiting.pop(verl_config._WHAT, None)
 
 
-def made(workers: Workers, **given: Any) -> Any:
+def made(workers: Workers, **settings: Any) -> Any:
     """A worker whose constructor hasn't run."""
     worker = workers.cls.__new__(workers.cls)
-    worker.config = workers.actor(**given)
+    worker.config = workers.actor(**settings)
     worker.role = "actor_rollout"
     return worker
 

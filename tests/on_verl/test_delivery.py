@@ -70,16 +70,16 @@ def keyed(data: Any) -> torch.Tensor:
 
 
 def of_a_rank(layers: tuple[int, ...] = LAYERS) -> tuple[RoutesByKey, r3_store.R3Store]:
-    held = RoutesByKey()
-    held.has(layers)
-    return held, r3_store.R3Store(held)
+    by_key = RoutesByKey()
+    by_key.has(layers)
+    return by_key, r3_store.R3Store(by_key)
 
 
 def received(references: Any, layers: tuple[int, ...] = LAYERS, tokens: Any = None) -> RoutesByKey:
     """What an engine's rank of these layers has of a batch's references."""
-    held, store = of_a_rank(layers)
+    by_key, store = of_a_rank(layers)
     store.receive(references, tokens)
-    return held
+    return by_key
 
 
 def check(data: Any, layers: tuple[int, ...] = LAYERS) -> int:
@@ -88,16 +88,18 @@ def check(data: Any, layers: tuple[int, ...] = LAYERS) -> int:
     tokens = data["input_ids"].unbind()
     assert references is not None
     keys = keys_in(data["routed_experts"], references)
-    held = received(references, layers, dict(zip(keys, tokens, strict=True)))
-    assert not held.bad(reference.key for reference in references)
+    by_key = received(references, layers, dict(zip(keys, tokens, strict=True)))
+    assert not by_key.bad(reference.key for reference in references)
     with batch_routes.keys_in_place(data, "routed_experts", keys):
-        good, bad = GivenRoutes.of(data["routed_experts"], None, MODEL).routes(from_rollout=True, store=held)
+        good, bad = GivenRoutes.of(data["routed_experts"], None, MODEL).routes(
+            from_rollout=True, store=by_key
+        )
     assert not bad
     for number, (ids, reference) in enumerate(zip(tokens, references, strict=True)):
         routes = good[number]
         assert reference.fingerprint == fingerprint(ids)
         assert routes.layers == layers
-        assert routes.ids.data_ptr() == held.of(reference.key).ids.data_ptr(), "it was copied"
+        assert routes.ids.data_ptr() == by_key.of(reference.key).ids.data_ptr(), "it was copied"
         assert routes.recorded.tolist() == [True] * (len(ids) - 1) + [False]
         expected = deep(np.empty(len(ids) - 1))[:, list(layers)]
         np.testing.assert_array_equal(routes.ids[:-1].numpy(), expected)
@@ -129,7 +131,7 @@ PIPELINES: dict[str, tuple[int, int, int, dict[str, Any], list[list[int]]]] = {
     "the issue's job": (94, 0, 8, {FIRST: 11, LAST: 11}, stages(11, 12, 12, 12, 12, 12, 12, 11)),
     "dense layers at first": (9, 3, 3, {}, [[], [3, 4, 5], [6, 7, 8]]),
     "embedding and loss count": (
-        *(10, 0, 3, {f"account_for_{one}_in_pipeline_split": True for one in ("embedding", "loss")}),
+        *(10, 0, 3, {f"account_for_{part}_in_pipeline_split": True for part in ("embedding", "loss")}),
         stages(3, 4, 3),
     ),
     "virtual stages": (8, 0, 2, {"virtual": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
@@ -184,7 +186,7 @@ def test_references_go_where_their_samples_go_in_the_workers() -> None:
         assert check(part) == 4
         micro, _ = seqlen_balancing.rearrange_micro_batches(part, max_token_len=2 * max(sizes))
         assert len(micro) > 1
-        assert sum(check(one) for one in micro) == 4
+        assert sum(check(batch) for batch in micro) == 4
 
 
 @pytest.mark.parametrize(("value", "lora"), [("", False), ("ray", False), ("", True)])
@@ -223,20 +225,20 @@ def test_samples_without_routes_take_none_from_the_others() -> None:
     mask = data.batch["attention_mask"].bool()
     asked = keys_in(data.batch["routed_experts"], references)
     tokens = {key: ids[kept] for key, ids, kept in zip(asked, data.batch["input_ids"], mask, strict=True)}
-    held = received(references, tokens=tokens)
+    by_key = received(references, tokens=tokens)
     keys = keyed(data)
     for part in (slice(0, 4), slice(2, 3)):  # alone in a micro-batch, too
-        good, bad = GivenRoutes.of(keys[part], mask[part], MODEL).routes(from_rollout=True, store=held)
+        good, bad = GivenRoutes.of(keys[part], mask[part], MODEL).routes(from_rollout=True, store=by_key)
         assert not bad
-        assert {one.layers for one in good.values()} == {LAYERS}
-        found = [bool(good[number].recorded.any()) for number in range(len(good))]
-        assert found == [True, False, False, True][part]
+        assert {routes.layers for routes in good.values()} == {LAYERS}
+        recorded = [bool(good[number].recorded.any()) for number in range(len(good))]
+        assert recorded == [True, False, False, True][part]
 
 
-def bad_of(data: Any, rows: torch.Tensor, held: RoutesByKey | None = None) -> str:
+def bad_of(data: Any, rows: torch.Tensor, by_key: RoutesByKey | None = None) -> str:
     """Why a batch's only sample has no routes."""
     mask = data.batch["attention_mask"].bool()
-    good, bad = GivenRoutes.of(rows, mask, MODEL).routes(from_rollout=True, store=held)
+    good, bad = GivenRoutes.of(rows, mask, MODEL).routes(from_rollout=True, store=by_key)
     assert not good
     return str(bad[0])
 
@@ -251,8 +253,8 @@ def test_a_sample_without_its_routes_says_why(
     assert "the column npu_replay_routes beside routed_experts" in stayed
     for file in folder.iterdir():
         file.unlink()
-    held = received(list(data.non_tensor_batch[COLUMN]))
-    assert "can't be read" in bad_of(data, keyed(data), held)
+    by_key = received(list(data.non_tensor_batch[COLUMN]))
+    assert "can't be read" in bad_of(data, keyed(data), by_key)
     monkeypatch.setattr(rollout_checks, "PROOF", 0)
     rollout_checks._warned.clear()
     monkeypatch.setattr(r3_store, "from_batch", lambda *a, **k: (_ for _ in ()).throw(InvalidRoutes("bad")))
@@ -267,11 +269,11 @@ def test_routes_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(r3_store, "fetch_each", fetch_each)
     data = batch_of()
     references = list(data.non_tensor_batch[COLUMN])
-    held, store = of_a_rank()
+    by_key, store = of_a_rank()
     for part in (references, references, [*references[:2], None]):
         store.receive(part)
     rows = int(data.batch["attention_mask"].sum())  # a last token's too, which says that it has none
-    assert held.nbytes == rows * len(LAYERS) * MODEL.topk
+    assert by_key.nbytes == rows * len(LAYERS) * MODEL.topk
     newer = copy.copy(references[0])
     newer.step = 1
     newer.key = 5
@@ -290,20 +292,20 @@ def test_without_steps_of_the_job_nothing_grows_without_end(
     batches = list[Any]()
     routes = np.concatenate([deep(tokens[:-1]), deep(tokens[:1]) * 0])
     alive = WeakSet[Any]()
-    held, store = of_a_rank()
+    by_key, store = of_a_rank()
     for number in range(8):
         batches.append([putter.put(routes, tokens + number, -1)[1]])
         alive.add(batches[-1][0])
         for part in (batches[-1], batches[-1], [], batches[max(0, number - 1)]):
             store.receive(part)
-        assert len(held) == min(number + 1, 4)
+        assert len(by_key) == min(number + 1, 4)
     batches.clear()
     assert len(list(alive)) == 5
 
 
-@pytest.mark.parametrize(("version", "told", "step"), [(7, -1, 7), (0, -1, 0), (7, 2, 2), (None, -1, -1)])
+@pytest.mark.parametrize(("version", "reported", "step"), [(7, -1, 7), (0, -1, 0), (7, 2, 2), (None, -1, -1)])
 def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(
-    version: int | None, told: int, step: int
+    version: int | None, reported: int, step: int
 ) -> None:
     made = worker()
     putter = r3_store.Putter.of(made, MODEL)
@@ -314,7 +316,7 @@ def test_the_weights_version_stands_for_a_step_where_the_trainer_says_none(
         routed_experts=deep(np.empty(3)),
         extra_fields={"max_global_steps": version},
     )
-    putter.put_away(output, told)
+    putter.put_away(output, reported)
     assert output.extra_fields[COLUMN].step == step
 
 

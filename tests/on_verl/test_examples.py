@@ -99,7 +99,7 @@ def test_lines_that_a_page_gives_switch_replay_on_and_lines_at_the_end_off(block
     section = text.split("\n## ")[0]
     key = next(line.lstrip("+").split("=")[0] for line in typed(block) if "router_replay.mode" in line)
     ends = BLOCK.findall(section)
-    (end,) = [one for one in ends if any(line.lstrip("+").startswith(key + "=") for line in typed(one))]
+    (end,) = [end for end in ends if any(line.lstrip("+").startswith(key + "=") for line in typed(end))]
     (scheduling,) = re.findall(r"`(\S+no_async_scheduling=False)`", section)
     actor = config_of(f"{block.rstrip()} \\\n{end.rstrip()} \\\n{scheduling}\n")[0].actor_rollout_ref
     assert verl_config.check_actor(actor, legacy=legacy) == "disabled"

@@ -61,8 +61,8 @@ def verl() -> Iterator[SimpleNamespace]:
 
 
 def own_replays(job: Any) -> list[Any]:
-    found = [getattr(module, "router_replay", None) for module in job.model.modules()]
-    return [one for one in found if one is not None]
+    replays = [getattr(module, "router_replay", None) for module in job.model.modules()]
+    return [replay for replay in replays if replay is not None]
 
 
 def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(verl: SimpleNamespace) -> None:
@@ -74,11 +74,13 @@ def test_each_router_has_a_replay_of_verls_and_no_model_that_was_thrown_away(ver
     job = trainer()
     del gone
     gc.collect()
-    assert all(isinstance(one, verl.replay) for one in own_replays(job))
-    assert all(is_idle(one) for one in own_replays(job)), "nobody has to ask them without an action"
+    assert all(isinstance(replay, verl.replay) for replay in own_replays(job))
+    assert all(is_idle(replay) for replay in own_replays(job)), "nobody has to ask them without an action"
     for listed in (verl.replay.router_instances, megatron.global_router_replay_instances):
-        assert [one for one in listed if any(one is other for other in own_replays(job))] == own_replays(job)
-        assert not any(one is other for one in listed for other in thrown)
+        assert [
+            replay for replay in listed if any(replay is other for other in own_replays(job))
+        ] == own_replays(job)
+        assert not any(replay is other for replay in listed for other in thrown)
 
 
 @pytest.mark.parametrize("of", ["verl", "Megatron"])
@@ -172,7 +174,7 @@ def padded_rows(lengths: tuple[int, ...], rank: dict[str, int], **how: Any) -> l
 
 
 def own_rows(lengths: tuple[int, ...], config: Any) -> list[int]:
-    jagged = torch.nested.as_nested_tensor([torch.zeros(one) for one in lengths], layout=torch.jagged)
+    jagged = torch.nested.as_nested_tensor([torch.zeros(length) for length in lengths], layout=torch.jagged)
     return tensors.BatchForm.of(jagged, None, config).layout().rows.tolist()
 
 
@@ -200,7 +202,7 @@ def test_a_padded_sequence_has_the_rows_of_a_packed_one(
     util: Any = importlib.import_module("verl.models.mcore.util")
     if cp > 1 and hasattr(util, "preprocess_bshd_no_padding"):
         pytest.skip("verl 0.7 knows no padded sequences under context parallelism")
-    one = ((1,), (2,), (7,), (8,), (13,), (31,), (64,), (100,))
+    single = ((1,), (2,), (7,), (8,), (13,), (31,), (64,), (100,))
     config = megatron_model.config()
     config.sequence_parallel = tp > 1
     differ: list[tuple[int, ...]] = []
@@ -209,7 +211,7 @@ def test_a_padded_sequence_has_the_rows_of_a_packed_one(
         for axis, name in (("tp", "tensor_model_parallel"), ("cp", "context_parallel")):
             monkeypatch.setattr(parallel_state, f"get_{name}_world_size", lambda at=rank[axis]: at)
             monkeypatch.setattr(parallel_state, f"get_{name}_rank", lambda at=rank[f"{axis}_rank"]: at)
-        for lengths in one:
+        for lengths in single:
             assert own_rows(lengths, config) == padded_rows(lengths, rank), (lengths, rank)
         several = ((3, 5), (8, 8, 8), (16, 64))
         differ += [lengths for lengths in several if own_rows(lengths, config) != padded_rows(lengths, rank)]
@@ -222,7 +224,9 @@ def test_a_padded_micro_batch_with_other_rows_is_an_error(verl: SimpleNamespace)
     config = megatron_model.config()
 
     def check(*lengths: int, to_mini_batch: bool = False, **settings: Any) -> None:
-        jagged = torch.nested.as_nested_tensor([torch.zeros(one) for one in lengths], layout=torch.jagged)
+        jagged = torch.nested.as_nested_tensor(
+            [torch.zeros(length) for length in lengths], layout=torch.jagged
+        )
         for name, value in settings.items():
             setattr(config, name, value)
         tensors.BatchForm.of(jagged, None, config).check_padded(to_mini_batch=to_mini_batch)
@@ -246,5 +250,5 @@ def test_the_padded_end_of_verls_ulysses_is_no_sequence(ranks: int) -> None:
     ids, positions, size = pad(fed["input_ids"], fed["position_ids"], sp_size=ranks)
     expected = ulysses_padded(fed["input_ids"], fed["position_ids"], ranks)
     assert all(map(torch.equal, (ids, positions), expected))
-    found = fed_sequences({"input_ids": ids, "position_ids": positions}, {})
-    assert found.padded == [False] * 5 + [True] * (size > 1)
+    sequences = fed_sequences({"input_ids": ids, "position_ids": positions}, {})
+    assert sequences.padded == [False] * 5 + [True] * (size > 1)

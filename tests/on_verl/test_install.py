@@ -82,7 +82,7 @@ Answer = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Answer]:
+def outcomes() -> dict[str, Answer]:
     """What each case has found, of two processes: npu_replay comes first in one, verl in the other."""
     answers: dict[str, Answer] = {}
     for first in ("npu_replay", "verl"):
@@ -95,11 +95,11 @@ def found() -> dict[str, Answer]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_in_either_order_all_names_are_ours_or_none_and_an_engine_says_why(
-    found: dict[str, Answer], name: str
+    outcomes: dict[str, Answer], name: str
 ) -> None:
     """In every module that bound them, too."""
     case = CASES[name]
-    answer = found[name]
+    answer = outcomes[name]
     ours = {name for name, is_ours in answer["ours"].items() if is_ours}
     apply = {name for name in answer["ours"] if name.endswith(".apply_router_replay_patch")}
     assert ours - apply == (answer["ours"].keys() - apply if case.ours == ALL else set())
@@ -136,8 +136,8 @@ def main(task: dict[str, Any]) -> dict[str, Answer]:
     for name in (task["first"], PATCH, UTILS, ENGINE):
         importlib.import_module(name)
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
-        found = pool.starmap(_case, task["cases"].values(), chunksize=1)
-    return dict(zip(task["cases"], found, strict=True))
+        answers = pool.starmap(_case, task["cases"].values(), chunksize=1)
+    return dict(zip(task["cases"], answers, strict=True))
 
 
 def _case(do: str, env: dict[str, str]) -> Answer:
@@ -161,12 +161,12 @@ def _case(do: str, env: dict[str, str]) -> Answer:
     return answer | {"logged": _Keeps.said, "patches": len(npu_replay.report().patches)}
 
 
-def _is_ours(found: Any) -> bool:
+def _is_ours(function: Any) -> bool:
     """Does a function, or a class's answer to what an engine asks, go through npu_replay?"""
     for name in ("set_global_router_replay_action", "is_r2_record_action"):
-        found = getattr(found, name, found)
+        function = getattr(function, name, function)
     return bool(
-        found.__code__.co_filename.endswith(("compat/verl/functions.py", "compat/patching/patches.py"))
+        function.__code__.co_filename.endswith(("compat/verl/functions.py", "compat/patching/patches.py"))
     )
 
 

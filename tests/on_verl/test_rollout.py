@@ -295,9 +295,9 @@ def test_routes_are_cut_with_the_response_in_memory_of_their_own(loop: str) -> N
 def test_ids_keep_their_value(experts: int) -> None:  # T19
     """In a type that torch can work with, in which the trainer packs them."""
     outputs = [run(Turn(sampled, experts=experts)) for sampled in ([20, 21, 22], [30, 31])]
-    for one in outputs:
-        assert one.routed_experts.dtype in (torch.uint8, torch.int16)  # from 0.9.1 on int16 in any case
-        check_rows(*rows_of(one), experts=experts)
+    for output in outputs:
+        assert output.routed_experts.dtype in (torch.uint8, torch.int16)  # from 0.9.1 on int16 in any case
+        check_rows(*rows_of(output), experts=experts)
     assert experts <= 256 or outputs[0].routed_experts.max() > 255
 
 
@@ -344,7 +344,7 @@ def test_rows_that_cannot_be_placed_are_left_out_and_said(caplog: pytest.LogCapt
     worker = make_worker(Engine(Turn([20, 21, 22]), Turn([20, 21, 22], change=lambda rows: rows[6:])))
     with caplog.at_level(logging.WARNING):
         batch = batch_of(worker, 2)["routed_experts"]
-    assert [bool(one.any()) for one in batch] == [True, False]
+    assert [bool(sample.any()) for sample in batch] == [True, False]
     assert "too few routes" in caplog.text
 
 
@@ -369,9 +369,9 @@ def changed(place: Any, what: Any) -> Callable[[np.ndarray], np.ndarray]:
     """Those routes with something else in one place."""
 
     def change(rows: np.ndarray) -> np.ndarray:
-        found = deep(rows)
-        found[place] = what(found) if callable(what) else what
-        return found
+        ids = deep(rows)
+        ids[place] = what(ids) if callable(what) else what
+        return ids
 
     return change
 
@@ -406,9 +406,9 @@ def test_good_routes_pass_as_they_are_and_rows_that_were_never_written_are_the_t
     good = changed(slice(3), 0)
 
     def filled(rows: np.ndarray) -> np.ndarray:
-        found = good(rows).astype(np.int16)
-        found[:3] = fill
-        return found
+        ids = good(rows).astype(np.int16)
+        ids[:3] = fill
+        return ids
 
     tokens, rows = rows_of(run(worker=guarded(Turn(SAMPLED, change=filled))))
     np.testing.assert_array_equal(rows[:-1], good(np.empty(len(tokens) - 1)))
@@ -432,7 +432,7 @@ def test_without_strictness_a_bad_turn_stops_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NPU_REPLAY_STRICT", "0")
     worker = guarded(Turn(SAMPLED, change=shifted), Turn(SAMPLED, change=deep))
     batch = batch_of(worker, 2)["routed_experts"]
-    assert [bool(one.any()) for one in batch] == [False, True]
+    assert [bool(sample.any()) for sample in batch] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def _trained(job: Any, tiny: Any) -> dict[str, Any]:
 
     actor = job.Actor(tiny)
     asks = tiny.mode != "disabled"
-    found: dict[str, Any] = {"log_probs": []}
+    digests: dict[str, Any] = {"log_probs": []}
     for step in range(STEPS):
         if step == ASKED and asks:
             importlib.import_module("npu_replay").uninstall()
@@ -50,9 +50,12 @@ def _trained(job: Any, tiny: Any) -> dict[str, Any]:
         if routes is not None:
             data.batch["routed_experts"] = routes
         actor.update(data)
-        found["log_probs"].append(digest([data.batch["old_log_probs"]]))
-    found["gradients"] = [digest(one.values() if isinstance(one, dict) else one) for one in actor.gradients]
+        digests["log_probs"].append(digest([data.batch["old_log_probs"]]))
+    digests["gradients"] = [
+        digest(gradients.values() if isinstance(gradients, dict) else gradients)
+        for gradients in actor.gradients
+    ]
     chunks = actor.chunks if isinstance(actor.chunks, list) else [actor.chunks]
     whole = importlib.import_module("zoo.qwen_sharded").whole
-    weights = [whole(one) for chunk in chunks for one in chunk.parameters()]
-    return found | {"weights": digest(weights)}
+    weights = [whole(weight) for chunk in chunks for weight in chunk.parameters()]
+    return digests | {"weights": digest(weights)}

@@ -64,8 +64,8 @@ class Case:
     def name(self) -> str:
         """What it has that a plain case hasn't."""
         plain = asdict(Case())
-        told = (f"{name} {value}" for name, value in asdict(self).items() if value != plain[name])
-        return re.sub(r"[^\w.+-]+", "_", "-".join(told)) or "plain"
+        changes = (f"{name} {value}" for name, value in asdict(self).items() if value != plain[name])
+        return re.sub(r"[^\w.+-]+", "_", "-".join(changes)) or "plain"
 
     @property
     def compared(self) -> int:

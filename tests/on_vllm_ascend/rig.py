@@ -65,19 +65,19 @@ def run(case: Case) -> dict[str, Any]:
     ranks = [FORK.Process(target=rank_life, args=(case, rank, ports, results)) for rank in range(case.world)]
     for rank in ranks:
         rank.start()
-    told: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     try:
-        while len(told) < case.world:
-            failed = any("error" in one for one in told)
-            told.append(results.get(timeout=AFTER_ERROR if failed else LIMIT))
+        while len(answers) < case.world:
+            failed = any("error" in answer for answer in answers)
+            answers.append(results.get(timeout=AFTER_ERROR if failed else LIMIT))
     except queue.Empty:
-        told.append({"error": f"{case.world - len(told)} of {case.world} ranks gave no answer"})
+        answers.append({"error": f"{case.world - len(answers)} of {case.world} ranks gave no answer"})
     for rank in ranks:
         rank.kill()
         rank.join()
     together: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1)}
-    for one in told:
-        for name, value in one.items():
+    for answer in answers:
+        for name, value in answer.items():
             if name == "error":
                 together.setdefault("errors", []).append(value)
             else:
@@ -92,11 +92,11 @@ def rank_life(case: Case, rank: int, ports: list[int], results: Any) -> None:
     try:
         if case.broken:
             getattr(broken, case.broken)()
-        told = Worker(case, rank, ports).run()
+        answer = Worker(case, rank, ports).run()
     except BaseException as error:
         traceback.print_exc()
-        told = {"error": f"{type(error).__name__}: {error}"[:300]}
-    results.put(told)
+        answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+    results.put(answer)
     results.close()
     results.join_thread()
     sys.stdout.flush()
@@ -112,9 +112,9 @@ def registered() -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def main() -> None:

@@ -163,7 +163,7 @@ CHANGED = {
 
 
 @pytest.fixture(scope="module")
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def answer_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What the rig told of a case: one start for each kind of device."""
     wanted: dict[str, dict[str, Case]] = {}
     for item in request.session.items:
@@ -208,16 +208,16 @@ def run_rig(cases: list[Case], device: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", of_release(RELEASE))
-def test_every_row_is_right_with_the_plug_in(case: Case, told: Told) -> None:
+def test_every_row_is_right_with_the_plug_in(case: Case, answer_of: Told) -> None:
     """By itself a release loses some of most cases."""
-    found = told(case)
-    assert "errors" not in found, found
-    assert found["right"] == found["of"] > 0, found
-    assert found["compared"] == case.compared, found
+    answer = answer_of(case)
+    assert "errors" not in answer, answer
+    assert answer["right"] == answer["of"] > 0, answer
+    assert answer["compared"] == case.compared, answer
     if case.eplb and RELEASE != NEW:  # which looks places up before
-        assert found["moved"] > 0, found
+        assert answer["moved"] > 0, answer
     if case == Case():
-        assert found[REGISTERED] == sorted(SCHEMES[RELEASE]), "a scheme of this release isn't tried"
+        assert answer[REGISTERED] == sorted(SCHEMES[RELEASE]), "a scheme of this release isn't tried"
 
 
 def broken(name: str, *, quick: bool = True, **changes: Any) -> Any:
@@ -233,12 +233,12 @@ def broken(name: str, *, quick: bool = True, **changes: Any) -> Any:
     ],
 )
 def test_a_broken_plug_in_is_found_in_the_first_steps_and_another_class_at_the_start(
-    case: Case, told: Told
+    case: Case, answer_of: Told
 ) -> None:
     """A class that npu_replay doesn't know ends it whatever the release is called."""
-    found = told(case)
-    assert "right" not in found, found
-    assert any((BROKEN | CHANGED)[case.broken] in error for error in found["errors"]), found
+    answer = answer_of(case)
+    assert "right" not in answer, answer
+    assert any((BROKEN | CHANGED)[case.broken] in error for error in answer["errors"]), answer
 
 
 def test_vllms_ray_executor_takes_the_switch_along(monkeypatch: pytest.MonkeyPatch) -> None:

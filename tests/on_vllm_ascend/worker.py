@@ -84,7 +84,7 @@ class Worker:
 
     def run(self) -> dict[str, int]:
         """How many tokens' rows came back right, and how many layers the check has held against logits."""
-        before = held()
+        before = current_functions()
         for _ in range(1 + self.case.kv_cache_twice):
             self.make_capturer()
         self.road = read_out.road(self.runner)
@@ -114,9 +114,9 @@ class Worker:
         self.runner.init_routed_experts_capturer()
 
     def take_back(self, before: dict[str, Any]) -> None:
-        assert held() != before
+        assert current_functions() != before
         npu_replay.uninstall()
-        assert held() == before
+        assert current_functions() == before
         assert "execute_model" not in vars(self.runner)
         capturer = getattr(self.runner, "routed_experts_capturer", None) or self.road.capturer
         assert not [name for name, value in vars(capturer).items() if callable(value)]
@@ -158,11 +158,11 @@ class Worker:
         own = tokens[self.dp_rank]
         context.select_moe_comm_method = lambda *_, **__: context.MoECommType[self.case.comm]
         across = torch.tensor(tokens, dtype=torch.int32) if self.case.dp > 1 else None
-        said = {"num_tokens": own, "num_tokens_across_dp": across}
+        counts = {"num_tokens": own, "num_tokens_across_dp": across}
         if getattr(self.config, "use_v2_model_runner", False):
-            around = set_forward_context(None, self.config, **said)
+            around = set_forward_context(None, self.config, **counts)
         else:
-            around = context.set_ascend_forward_context(None, self.config, model_instance=model, **said)
+            around = context.set_ascend_forward_context(None, self.config, model_instance=model, **counts)
         with around, kernels.packed_weights():
             for layer, experts in model.experts():
                 drawn = cases.logits(step, DRAFT if model is self.draft else layer, self.dp_rank, own)
@@ -177,7 +177,7 @@ class Worker:
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)).chunk(self.case.tp)[self.tp_rank]
 
 
-def held() -> dict[str, Any]:
+def current_functions() -> dict[str, Any]:
     """What the plug-in replaces for a whole worker, as it is."""
     from vllm_ascend.ops.fused_moe.moe_comm_method import MoECommMethod
 
@@ -264,14 +264,14 @@ def quantized(scheme: str, device: str) -> Any:
     )
     description = importlib.import_module(f"vllm_ascend.quantization.{place}").AscendModelSlimConfig
     name, _, kind = scheme.partition("/")
-    found = get_scheme_class(name, kind or "moe")
-    assert found is not None, f"{scheme}: no such scheme"
+    scheme_class = get_scheme_class(name, kind or "moe")
+    assert scheme_class is not None, f"{scheme}: no such scheme"
 
     class OneScheme(description):  # type: ignore[misc, valid-type]
         def get_quant_method(self, layer: Any, prefix: str, tid2eid: Any = None) -> Any:
             may = {"quant_config": self, "weight_block_size": [32, 32], "moe_config": layer.moe_config}
-            asked = inspect.signature(found).parameters
-            made = found(**{name: value for name, value in may.items() if name in asked})
+            asked = inspect.signature(scheme_class).parameters
+            made = scheme_class(**{name: value for name, value in may.items() if name in asked})
             return AscendFusedMoEMethod(made, layer.moe_config)
 
     # In groups, or from 0.30 on for one scheme by channel.

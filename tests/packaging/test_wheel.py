@@ -289,5 +289,5 @@ try:
 except ImportError as error:
     print(error)
 """
-    said = replace(bare, path=tmp_path).run("-c", code)
-    assert said.startswith(f"npu_replay/compat in {tmp_path / 'npu_replay'} is no folder")
+    message = replace(bare, path=tmp_path).run("-c", code)
+    assert message.startswith(f"npu_replay/compat in {tmp_path / 'npu_replay'} is no folder")

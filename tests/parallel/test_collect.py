@@ -31,8 +31,8 @@ OTHER_ORDER = "another order of rows than the model's"
 
 def recorded(model: TokenModel, *ids: torch.Tensor) -> list[RoutedExperts]:
     with torch.no_grad(), npu_replay.record(model) as recording:
-        for one in ids:
-            model(one)
+        for batch in ids:
+            model(batch)
     return recording.routes
 
 
@@ -53,9 +53,9 @@ def test_each_sequence_gets_its_own_rows(order: str) -> None:
     model = TokenModel(order)
     ids = token_ids(BATCH, LENGTH)
     (routes,) = recorded(model, ids)
-    found = collected([routes], padded(ids, order))
+    sequences = collected([routes], padded(ids, order))
     alone = recorded(model, *ids[:, None])  # each sequence by itself
-    assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in alone]
+    assert [sequence.ids.tolist() for sequence in sequences] == [sequence.ids.tolist() for sequence in alone]
     # One sequence alone has the same rows in both orders, and any layout fits.
     for layout in (padded(ids[:1], "sequence"), padded(ids[:1], "batch"), TokenLayout.packed([LENGTH])):
         assert collected(alone[:1], layout)[0].ids.tolist() == alone[0].ids.tolist()
@@ -119,7 +119,7 @@ def test_to_gather_and_to_collect_is_the_identity_for_any_split(
     which one may have none (T43), and a row whose route is missing on any rank is missing in the whole."""
     stages = data.draw(st.sampled_from([((0, 1, 3),), ((0, 3), (1,)), ((0,), (), (1, 3))]))
     whole = sequences_of(data.draw, batch, (0, 1, 3))
-    if not any(bool(one.recorded.any()) for one in whole):
+    if not any(bool(sequence.recorded.any()) for sequence in whole):
         return
     places = [*batch.ranks()]
     rows = [Group(*range(stage, 99, len(stages))[: len(places)]) for stage in range(len(stages))]
@@ -127,27 +127,27 @@ def test_to_gather_and_to_collect_is_the_identity_for_any_split(
     layouts = [batch.layout(place) for place in places]
     place, stage = divmod(data.draw(st.integers(0, len(places) * len(stages) - 1)), len(stages))
     lost = layouts[place].rows[:1]  # of the first row of this rank, if no other one holds its token
-    held = sum(int((one.rows == lost).sum()) for one in layouts)
-    loses = place * len(stages) + stage if held == 1 and lost >= 0 and stages[stage] else -1
+    holders = sum(int((layout.rows == lost).sum()) for layout in layouts)
+    loses = place * len(stages) + stage if holders == 1 and lost >= 0 and stages[stage] else -1
 
     def work(rank: int) -> list[RoutedExperts] | None:
         place, stage = divmod(rank, len(stages))
         routes = layouts[place].gather(whole, layers=stages[stage], on_bad_route="native", ceiling=1)
         if rank == loses:
             routes = routes.take([-1, *range(1, len(routes))])
-        given = routes if stages[stage] else without_layers()
+        part = routes if stages[stage] else without_layers()
         groups: Any = [Rank(rows[stage], rank), Rank(columns[place], rank)]
-        return npu_replay.collect([given], [layouts[place]], groups, everywhere=everywhere)
+        return npu_replay.collect([part], [layouts[place]], groups, everywhere=everywhere)
 
     with mock.patch.object(collecting, "PIECE", piece):
         first, *others = of_each(work, len(places) * len(stages))
     assert others == [first if everywhere else None] * len(others)
-    known = torch.cat([one.recorded for one in whole])
+    known = torch.cat([sequence.recorded for sequence in whole])
     if loses >= 0:
         known[lost] = False
-    found = RoutedExperts.concat(first)
-    assert torch.equal(found.recorded, known)
-    assert torch.equal(found.ids, torch.cat([one.ids for one in whole]) * known[:, None, None])
+    joined = RoutedExperts.concat(first)
+    assert torch.equal(joined.recorded, known)
+    assert torch.equal(joined.ids, torch.cat([sequence.ids for sequence in whole]) * known[:, None, None])
 
 
 def test_a_token_without_a_route_in_one_stages_layers_has_none() -> None:
@@ -161,7 +161,9 @@ def test_a_token_without_a_route_in_one_stages_layers_has_none() -> None:
 
 def test_ranks_get_what_they_lack_from_the_first_that_holds_it() -> None:
     left, right = random_routes([9, 4], (0, 1, 3), 300, 4, seed=0)
-    held: list[dict[int, RoutedExperts]] = [{}, {7: left}, {7: right, 8: right}]
+    stored: list[dict[int, RoutedExperts]] = [{}, {7: left}, {7: right, 8: right}]
     lacking, group = [[7, 8, 9], [8], []], Group(2, 4, 6)
-    found = of_each(lambda rank: collecting.exchange(held[rank], lacking[rank], Rank(group, 2 * rank + 2)), 3)
-    assert found == [{7: left, 8: right}, {8: right}, {}]
+    received = of_each(
+        lambda rank: collecting.exchange(stored[rank], lacking[rank], Rank(group, 2 * rank + 2)), 3
+    )
+    assert received == [{7: left, 8: right}, {8: right}, {}]

@@ -33,18 +33,18 @@ def test_routes_of_a_rollout_land_on_the_rows_of_their_tokens(layout: str, form:
     sequences = sequences[: len(places)]
     routes = [
         RoutedExperts(
-            ids=torch.rand(len(one), LAYERS, EXPERTS).topk(TOPK).indices,
+            ids=torch.rand(len(sequence), LAYERS, EXPERTS).topk(TOPK).indices,
             layers=range(LAYERS),
             num_experts=EXPERTS,
-            fingerprint=fingerprint(one),
+            fingerprint=fingerprint(sequence),
         )
-        for one in sequences
+        for sequence in sequences
     ]
     call = call_of(fed, mask="padded end" in layout)
     if form == "flat" and len(fed["input_ids"]) == 1:
-        call = {name: one.reshape(-1) for name, one in call.items()}
+        call = {name: tensor.reshape(-1) for name, tensor in call.items()}
     if form == "arrays":
-        call = {name: one.numpy() for name, one in call.items()}
+        call = {name: tensor.numpy() for name, tensor in call.items()}
     made = TokenLayout.of_batch(**call)
     assert made.lengths == tuple(map(len, sequences))
     assert made.fingerprints == tuple(map(fingerprint, sequences))
@@ -53,8 +53,8 @@ def test_routes_of_a_rollout_land_on_the_rows_of_their_tokens(layout: str, form:
     with torch.no_grad(), npu_replay.replay(called, [made.gather(routes)]) as session:
         called(**fed)
     assert session.metrics()["tokens_compared"] == 1
-    for one, shown in zip(routes, seen.of(places), strict=True):
-        assert torch.equal(torch.stack(shown, 1), one.ids.long().sort(-1).values)
+    for routed, shown in zip(routes, seen.of(places), strict=True):
+        assert torch.equal(torch.stack(shown, 1), routed.ids.long().sort(-1).values)
     if len(sequences) > 1:
         with pytest.raises(MicroBatchError, match=r"other tokens|another number of tokens"):
             made.gather([*routes[1:], routes[0]])
@@ -72,7 +72,7 @@ HOLED = padded_call()["attention_mask"].index_put((torch.tensor(4), torch.tensor
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (
             padded_call(attention_mask=HOLED, position_ids=None),
@@ -108,8 +108,8 @@ HOLED = padded_call()["attention_mask"].index_put((torch.tensor(4), torch.tensor
         ),
     ],
 )
-def test_what_does_not_tell_the_sequences_is_refused(call: dict[str, Any], said: str) -> None:
-    with pytest.raises(MicroBatchError, match=f"(?s)TokenLayout.of_batch: .*{said}"):
+def test_what_does_not_tell_the_sequences_is_refused(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(MicroBatchError, match=f"(?s)TokenLayout.of_batch: .*{message}"):
         TokenLayout.of_batch(**call)
 
 

@@ -226,14 +226,14 @@ def test_the_kth_expert_layer_has_the_kth_routes_or_it_is_an_error(
         mine = sorted(k for at in range(rank, pp * vp, pp) for k in range(firsts[at], firsts[at + 1]))
         layout = ParallelLayout(pp=pp, pp_rank=rank, vp=vp, decoder=decoder)
         assert layout.moe_layers == tuple(decoder.moe[k] for k in mine)
-        found = [
+        routers = [
             Router(
                 module=nn.Identity(), num_experts=EXPERTS, topk=1, shows=None, layer=layer, whole=decoder.moe
             )
             for layer in layout.moe_layers
         ]
         counts_agree = len(moe) == firsts[-1]
-        for named in (layout.moe_layers, labels_of(found)):
+        for named in (layout.moe_layers, labels_of(routers)):
             shown = picked(moe, named) if mine else []
             if shown is None:
                 refused += 1

@@ -85,10 +85,10 @@ def test_each_row_gets_the_route_of_its_token_and_each_token_gets_it_back(
         size = length - (length > 0 and data.draw(st.booleans()))
         known = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
         mask = torch.tensor(known, dtype=torch.bool)
-        one = routes(size, number, layers=known_layers, recorded=mask, fingerprint=marks[number])
-        columns = [one.layer_ids(layer).tolist() for layer in layers]
+        sample = routes(size, number, layers=known_layers, recorded=mask, fingerprint=marks[number])
+        columns = [sample.layer_ids(layer).tolist() for layer in layers]
         missing = number > 0 and data.draw(st.booleans())
-        sent.append(None if missing else one)
+        sent.append(None if missing else sample)
         for token in range(length):
             has_route = not missing and token < size and known[token]
             expected.append([ids[token] for ids in columns] if has_route else None)
@@ -98,23 +98,23 @@ def test_each_row_gets_the_route_of_its_token_and_each_token_gets_it_back(
     mixed = data.draw(st.permutations([*range(total), -1, -1]))[: data.draw(st.integers(1, total + 2))]
     layouts = [batch.layout(rank, fingerprints=marks) for rank in batch.ranks()]
     for layout in [*layouts, TokenLayout(torch.tensor(mixed), batch.lengths, marks)]:
-        found = layout.gather(sent, layers=layers, on_bad_route="native", ceiling=1)
-        assert (found.layers, found.num_experts) == (layers, EXPERTS)
+        micro_batch = layout.gather(sent, layers=layers, on_bad_route="native", ceiling=1)
+        assert (micro_batch.layers, micro_batch.num_experts) == (layers, EXPERTS)
         rows = [None if token is None else expected[token] for token in cells(layout)]
-        assert found.recorded.tolist() == [row is not None for row in rows]
-        assert found.ids.tolist() == [row or [[0] * TOPK] * len(layers) for row in rows]
-        back = layout.scatter(found)
-        assert [one.fingerprint for one in back] == marks
+        assert micro_batch.recorded.tolist() == [row is not None for row in rows]
+        assert micro_batch.ids.tolist() == [row or [[0] * TOPK] * len(layers) for row in rows]
+        back = layout.scatter(micro_batch)
+        assert [sequence.fingerprint for sequence in back] == marks
         here = {*cells(layout)}
         tokens = [ids if token in here else None for token, ids in enumerate(expected)]
         together = RoutedExperts.concat(back)
         assert together.recorded.tolist() == [ids is not None for ids in tokens]
         assert together.ids[together.recorded].tolist() == [ids for ids in tokens if ids is not None]
-        found.ids.zero_()
-    for number, one in enumerate(sent):
-        if one is not None:
+        micro_batch.ids.zero_()
+    for number, sample in enumerate(sent):
+        if sample is not None:
             assert torch.equal(
-                one.ids, routes(len(one), number, layers=known_layers, recorded=one.recorded).ids
+                sample.ids, routes(len(sample), number, layers=known_layers, recorded=sample.recorded).ids
             )
 
 
@@ -122,17 +122,17 @@ def test_each_row_gets_the_route_of_its_token_and_each_token_gets_it_back(
 def test_tokens_with_many_gaps_between_them_have_their_routes_up_to_the_end(topk: int) -> None:
     """So many are looked up singly. The columns aren't neighbours, as those of virtual stages."""
     rows = [39, *[token for token in range(39) if token % 3]]
-    one = routes(39, 1, layers=range(4), topk=topk)
-    found = laid(rows, [40]).gather([one], layers=[0, 2])
-    assert found.recorded.tolist() == [False] + [True] * 26
-    assert torch.equal(found.ids[1:], one.ids[rows[1:]][:, [0, 2]])
+    sequence = routes(39, 1, layers=range(4), topk=topk)
+    micro_batch = laid(rows, [40]).gather([sequence], layers=[0, 2])
+    assert micro_batch.recorded.tolist() == [False] + [True] * 26
+    assert torch.equal(micro_batch.ids[1:], sequence.ids[rows[1:]][:, [0, 2]])
 
 
 def test_scatter_keeps_the_weight_version_and_carries_the_layouts_fingerprints() -> None:
     """T24e: what was recorded is told by its tokens, wherever the batch goes from here."""
     recorded = routes(6, 1, weight_version=7)
     back = TokenLayout.padded([3, 2], fingerprints=[np.uint64(4), None]).scatter(recorded)
-    assert [(one.fingerprint, one.weight_version) for one in back] == [(4, 7), (None, 7)]
+    assert [(sequence.fingerprint, sequence.weight_version) for sequence in back] == [(4, 7), (None, 7)]
     assert RoutedExperts.from_bytes(back[0].to_bytes()).fingerprint == 4
 
 
@@ -145,8 +145,8 @@ def test_two_sequences_that_changed_places_are_refused(make: str) -> None:
     layout = getattr(TokenLayout, make)(*fed, [4, 4, 4], fingerprints=marks)
     for batch in ([first, second, third], [first, routes(4, 9), third]):
         layout.gather(batch)
-    said = f"sequence 1: .*other tokens.*{marks[1]:#018x}.*{marks[2]:#018x}.*Usual cause: retokenised"
-    with pytest.raises(MicroBatchError, match=said):
+    message = f"sequence 1: .*other tokens.*{marks[1]:#018x}.*{marks[2]:#018x}.*Usual cause: retokenised"
+    with pytest.raises(MicroBatchError, match=message):
         layout.gather([first, third, second])
 
 
@@ -264,7 +264,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [  # what is said, and of what
         ("other rows the second time", lambda fn=fn: probed(fn))
         for fn in (
             lambda tokens: torch.cat(tokens).sort().values,
-            lambda tokens: torch.cat([one[one % 3 == 0] for one in tokens]),
+            lambda tokens: torch.cat([sequence[sequence % 3 == 0] for sequence in tokens]),
             lambda tokens: torch.cat(tokens)[None, : 4 + int(tokens[0][0]) % 2],
         )
     ),
@@ -323,9 +323,9 @@ def test_bad_routes_says_which_and_why() -> None:
     assert all(text in str(bad[number]) for number, text in words.items())
     assert layout.bad_routes([routes(3, number) for number in range(6)]) == {}
     pair = TokenLayout.packed([2, 2])
-    one = routes(2, 0)
+    first = routes(2, 0)
     for other, layers, wrong in ((LAYERS, (1,), []), (LAYERS, (1, 5), [0, 1]), ((1, 5), (1, 4), [1])):
-        assert list(pair.bad_routes([one, routes(2, 1, layers=other)], layers=layers)) == wrong
+        assert list(pair.bad_routes([first, routes(2, 1, layers=other)], layers=layers)) == wrong
 
 
 def test_native_leaves_the_rows_of_a_bad_sequence_to_the_router(caplog: pytest.LogCaptureFixture) -> None:
@@ -334,8 +334,10 @@ def test_native_leaves_the_rows_of_a_bad_sequence_to_the_router(caplog: pytest.L
     for missing in (None, routes(5, 2), routes(2, 2, topk=3)):
         caplog.clear()
         with caplog.at_level(logging.DEBUG, logger="npu_replay"):
-            found = layout.gather([routes(3, 1), missing, routes(4, 3)], on_bad_route="native", ceiling=0.34)
-        assert found.recorded.view(4, 3).T.tolist() == [[True] * 3 + [False], [False] * 4, [True] * 4]
+            micro_batch = layout.gather(
+                [routes(3, 1), missing, routes(4, 3)], on_bad_route="native", ceiling=0.34
+            )
+        assert micro_batch.recorded.view(4, 3).T.tolist() == [[True] * 3 + [False], [False] * 4, [True] * 4]
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
         assert re.search("1 of 3 sequences.*equence 1: ", record.getMessage(), re.DOTALL)
@@ -414,10 +416,12 @@ def test_a_probe_finds_the_same_rows(batch: Batch, pad: int, dtype: torch.dtype,
 
 def test_a_probe_sees_sequences_in_another_order_and_tokens_that_were_dropped() -> None:
     """T12: the response was cut, the routes weren't; the probe tells the rows that are left."""
-    layout = probed(lambda tokens: torch.cat([one[:3] for one in sorted(tokens, key=len)[::-1]]), [2, 5, 1])
+    layout = probed(
+        lambda tokens: torch.cat([sequence[:3] for sequence in sorted(tokens, key=len)[::-1]]), [2, 5, 1]
+    )
     assert layout.rows.tolist() == [2, 3, 4, 0, 1, 7]
-    found = layout.gather([routes(2, 0), routes(5, 1), routes(1, 2)])
-    recorded = [one.recorded.tolist() for one in layout.scatter(found)]
+    micro_batch = layout.gather([routes(2, 0), routes(5, 1), routes(1, 2)])
+    recorded = [sequence.recorded.tolist() for sequence in layout.scatter(micro_batch)]
     assert recorded == [[True] * 2, [True] * 3 + [False] * 2, [True]]
 
 
@@ -427,10 +431,10 @@ def test_a_probe_hands_in_one_int64_tensor_a_sequence_twice(kind: Callable[[torc
     seen: list[list[torch.Tensor]] = []
 
     def fn(sequences: list[torch.Tensor]) -> Any:
-        seen.append([one.clone() for one in sequences])
+        seen.append([sequence.clone() for sequence in sequences])
         ids = torch.cat(sequences)
-        for one in sequences:
-            one.zero_()  # preprocessing may write into what it is given
+        for sequence in sequences:
+            sequence.zero_()  # preprocessing may write into what it is given
         return kind(ids)
 
     assert probed(fn, [3, 0, 2]).rows.tolist() == [0, 1, 2, 3, 4]
@@ -461,7 +465,7 @@ def test_a_layout_keeps_its_own_rows_and_takes_any_whole_numbers() -> None:
     rows = torch.tensor([0, 1, 2])
     layouts = [TokenLayout(rows, lengths) for lengths in (np.array([2, 1]), torch.tensor([2, 1]))]
     rows[0] = 2
-    assert [(one.lengths, one.rows.tolist()) for one in layouts] == [((2, 1), [0, 1, 2])] * 2
+    assert [(layout.lengths, layout.rows.tolist()) for layout in layouts] == [((2, 1), [0, 1, 2])] * 2
     rank = ParallelLayout(tp=2, tp_rank=1, sequence_parallel=True)
     layout = TokenLayout.padded([3, 4], parallel=rank)
     assert layout.fed.tolist() == [0, 1, 2, -1, 3, 4, 5, 6], "the model of each rank is called with all of it"

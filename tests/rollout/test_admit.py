@@ -95,18 +95,18 @@ ELSEWHERE = (np.arange(8) + np.arange(0, 600, 150).reshape(4, 1) + 125) % 128
 def test_rows_that_stand_for_none_are_left_out_or_refused_by_what_they_hold(what: str, columns: str) -> None:
     """In the dense layers, too; TensorRT-LLM's lost rows are -1, and frameworks pad with 0 to k - 1."""
     rows = chosen(TOKENS - 1, 4)
-    given = (whole(rows) if columns == "all layers" else rows).astype(np.int32)
-    given[[7, 30]] = FILLS[what]
-    routes = taken(given, missing="native")
+    array = (whole(rows) if columns == "all layers" else rows).astype(np.int32)
+    array[[7, 30]] = FILLS[what]
+    routes = taken(array, missing="native")
     assert np.flatnonzero(~routes.recorded.numpy()).tolist() == [7, 30, TOKENS - 1]
     assert not routes.ids[[7, 30]].any()
     assert torch.equal(routes.ids[:7].long(), torch.from_numpy(rows[:7]))
     words = rf"2 of 149 rows are {what} in all layers.*row 7, the last in row 30.*Usual cause: zero rows"
     with pytest.raises(InvalidRoutes, match=words):
-        taken(given)
-    given[:] = FILLS[what]
+        taken(array)
+    array[:] = FILLS[what]
     with pytest.raises(InvalidRoutes, match=f"all 149 rows are {what}"):
-        taken(given, missing="native")
+        taken(array, missing="native")
 
 
 def test_padding_begins_anywhere_and_a_part_of_a_row_is_none() -> None:

@@ -61,19 +61,19 @@ class Engine:
     output_ids: str
     forms: Callable[[], Iterator[Form]]
 
-    def decode(self, answer: Any, model: Any = MODEL, **given: Any) -> RoutedExperts:
+    def decode(self, answer: Any, model: Any = MODEL, **how: Any) -> RoutedExperts:
         named = {"output": self.sampled, "start": self.start, "prompt": "prompt_token_ids"}
-        options = {"version": self.version} | {named.get(name, name): value for name, value in given.items()}
-        found = self.decoder(answer, model, **options)
-        return found[0] if isinstance(found, list) else found
+        options = {"version": self.version} | {named.get(name, name): value for name, value in how.items()}
+        decoded = self.decoder(answer, model, **options)
+        return decoded[0] if isinstance(decoded, list) else decoded
 
     def put(self, answer: dict[str, Any], rows: Any) -> dict[str, Any]:
         self.place(answer)["routed_experts"] = rows
         return answer
 
-    def without_ids(self, one: Sampled, *, counted: bool = True) -> dict[str, Any]:
+    def without_ids(self, sample: Sampled, *, counted: bool = True) -> dict[str, Any]:
         """An answer that only counts its tokens, or not even that."""
-        answer = self.answer(one)
+        answer = self.answer(sample)
         self.ids(answer)["prompt_token_ids"] = self.ids(answer)[self.output_ids] = None
         if not counted:
             for name in ("prompt_tokens", "completion_tokens"):
@@ -87,8 +87,8 @@ def from_sglang(sample: Sampled) -> dict[str, Any]:
     ).generate() | {"prompt_token_ids": sample.prompt}
 
 
-def engine_rows(one: Sampled) -> Array:
-    return vllm_outputs.engine_rows("0.20.2", MODEL, one)
+def engine_rows(sample: Sampled) -> Array:
+    return vllm_outputs.engine_rows("0.20.2", MODEL, sample)
 
 
 def forms_of_vllm() -> Iterator[Form]:
@@ -99,21 +99,21 @@ def forms_of_vllm() -> Iterator[Form]:
     versions = ("0.16.0", "0.18.0", "0.20.2", "0.22.0", "0.28.0", "0.30.0", "0.31.0", "0.32.0")
     every += [(version, models[number % 3]) for number, version in enumerate(versions)]
     for (version, model), output in itertools.product(every, (40, 1)):
-        one = sampled(model, output=output)
+        sample = sampled(model, output=output)
         ascend = {} if output > 1 else {"vllm_ascend": f"{version}rc1"}
-        made = vllm_outputs.request_output(version, model, one)
-        yield f"{version} {model}", made, model, one, {"version": version} | ascend
+        made = vllm_outputs.request_output(version, model, sample)
+        yield f"{version} {model}", made, model, sample, {"version": version} | ascend
         for endpoint in ("completions", "chat", "generate") if version >= "0.21" else ():
-            given = {"version": version} if version > "0.30" else {"prompt": one.prompt}  # generate lacks it
-            answer = vllm_outputs.answer(version, model, one, endpoint=endpoint)
-            yield f"{version} {endpoint} {model}", json.dumps(answer), model, one, given
+            how = {"version": version} if version > "0.30" else {"prompt": sample.prompt}  # generate lacks it
+            answer = vllm_outputs.answer(version, model, sample, endpoint=endpoint)
+            yield f"{version} {endpoint} {model}", json.dumps(answer), model, sample, how
         if version >= "0.21":  # T37: a gateway took the routes out, the rest went on without them
             taken = {key: answer[key] for key in ("prompt_routed_experts",) if key in answer}
             taken["choices"] = [
                 {"index": 0, "routed_experts": choice["routed_experts"]} for choice in answer["choices"]
             ]
-            both = {"version": version, "prompt": one.prompt, "output": one.output}
-            yield f"{version} routes alone {model}", taken, model, one, both
+            both = {"version": version, "prompt": sample.prompt, "output": sample.output}
+            yield f"{version} routes alone {model}", taken, model, sample, both
 
 
 def forms_of_sglang() -> Iterator[Form]:
@@ -133,8 +133,8 @@ def forms_of_sglang() -> Iterator[Form]:
             kinds = ("chat.completion", "text_completion")
             made += [(asked.openai(kind), both | {"version": None}) for kind in kinds]
             made.append(({"sglext": asked.openai()["sglext"]}, both))  # T37: the rest went on without it
-        for number, (answer, given) in enumerate(made):
-            yield f"{version} {number}", answer, MODEL, ONE, {"version": version} | given
+        for number, (answer, how) in enumerate(made):
+            yield f"{version} {number}", answer, MODEL, ONE, {"version": version} | how
 
 
 ENGINES = [
@@ -142,7 +142,7 @@ ENGINES = [
         "vLLM",
         "0.33.0",
         vllm.from_vllm,
-        lambda one: vllm_outputs.answer("0.33.0", MODEL, one),
+        lambda sample: vllm_outputs.answer("0.33.0", MODEL, sample),
         sampled="output_token_ids",
         start="start",
         place=lambda answer: answer["choices"][0],
@@ -178,9 +178,9 @@ def refused(*words: str) -> Any:
 
 
 def test_each_release_in_each_form_gives_the_true_routes(engine: Engine) -> None:
-    for name, answer, model, one, given in engine.forms():
+    for name, answer, model, sample, how in engine.forms():
         before = json.dumps(answer, default=repr)
-        assert engine.decode(answer, model, **given) == expected(model, one), name
+        assert engine.decode(answer, model, **how) == expected(model, sample), name
         assert before == json.dumps(answer, default=repr), name  # T37: it isn't changed
 
 
@@ -214,8 +214,8 @@ def test_an_answer_of_a_release_that_isnt_told_is_decoded(engine: Engine) -> Non
 @pytest.mark.parametrize("container", [tuple, torch.tensor, lambda ids: np.array(ids, np.uint32)])
 def test_token_ids_may_come_in_any_container(engine: Engine, container: Any) -> None:
     answer = engine.without_ids(ONE)
-    given = {"prompt": container(ONE.prompt), "output": container(ONE.output)}
-    assert engine.decode(answer, **given) == expected(MODEL, ONE)
+    how = {"prompt": container(ONE.prompt), "output": container(ONE.output)}
+    assert engine.decode(answer, **how) == expected(MODEL, ONE)
     engine.ids(answer)["prompt_token_ids"] = container(ONE.prompt)
     engine.ids(answer)[engine.output_ids] = container(ONE.output)
     assert engine.decode(answer) == expected(MODEL, ONE)
@@ -257,13 +257,13 @@ def test_other_token_ids_than_the_engine_ran_are_refused(
 def test_tokens_that_were_taken_off_the_end_take_their_rows_along(engine: Engine, named: bool) -> None:
     """A stop string that the caller looks for: the answer's ids say how many, or its count. The last token
     that is left ran, too, so it has its row."""
-    one = replace(ONE, finish_reason="stop")
-    short = replace(one, output=one.output[:25], rows=one.rows[: len(one.prompt) + 25])
-    answer = engine.answer(one) if named else engine.without_ids(one)
-    found = engine.decode(answer, prompt=one.prompt, output=short.output)
-    assert found == expected(MODEL, short, rows=len(short.tokens))
+    sample = replace(ONE, finish_reason="stop")
+    short = replace(sample, output=sample.output[:25], rows=sample.rows[: len(sample.prompt) + 25])
+    answer = engine.answer(sample) if named else engine.without_ids(sample)
+    routes = engine.decode(answer, prompt=sample.prompt, output=short.output)
+    assert routes == expected(MODEL, short, rows=len(short.tokens))
     with refused("tokens"):  # where nothing counts them
-        engine.decode(engine.without_ids(one, counted=False), prompt=one.prompt, output=short.output)
+        engine.decode(engine.without_ids(sample, counted=False), prompt=sample.prompt, output=short.output)
 
 
 def test_the_last_piece_of_a_stream_has_its_own_ids_alone(engine: Engine) -> None:
@@ -291,11 +291,11 @@ def test_rows_for_other_tokens_are_refused_whether_aborted_or_not(
     engine: Engine, finish: str, rows: slice | None
 ) -> None:
     """Which tokens they are of can't be known: the first, or those from a start on that nobody said."""
-    one = replace(ONE, finish_reason=finish)
-    there = engine_rows(one)
+    sample = replace(ONE, finish_reason=finish)
+    there = engine_rows(sample)
     some = np.concatenate([there, there[:1]]) if rows is None else there[rows]
     with refused("tokens", f"Expected {RUN} rows", f"got {len(some)}"):
-        engine.decode(engine.put(engine.answer(one), some))
+        engine.decode(engine.put(engine.answer(sample), some))
 
 
 def test_t28_an_aborted_request_has_all_its_rows_or_none(engine: Engine) -> None:
@@ -365,14 +365,14 @@ REFUSED: list[tuple[Any, str]] = [
     *(('data: {"id": 1}\n\n', "a stream"), (b"<html>502</html>", "a stream"), (b"\xff\xfe\x00", "a stream")),
     ('{"meta_info": {"prompt_tokens": ' + "9" * 10_000 + "}}", "cut off"),
     ([{"choices": []}] * 6, "one by one"),
-    *((found, "") for found in (None, [{}], "null", 7, {"choices": 3}, {"choices": ["a"]}, {"id": "x"})),
-    *((found, "") for found in (ROWS, len, [SimpleNamespace(outputs=[])])),
+    *((data, "") for data in (None, [{}], "null", 7, {"choices": 3}, {"choices": ["a"]}, {"id": "x"})),
+    *((data, "") for data in (ROWS, len, [SimpleNamespace(outputs=[])])),
 ]
 
 
-@pytest.mark.parametrize(("found", "words"), REFUSED, ids=lambda found: repr(found)[:20])
-def test_what_is_no_answer_is_refused_with_what_it_is(engine: Engine, found: Any, words: str) -> None:
-    for form in (found, json.dumps(found)) if isinstance(found, dict) else (found,):
+@pytest.mark.parametrize(("data", "words"), REFUSED, ids=lambda data: repr(data)[:20])
+def test_what_is_no_answer_is_refused_with_what_it_is(engine: Engine, data: Any, words: str) -> None:
+    for form in (data, json.dumps(data)) if isinstance(data, dict) else (data,):
         with refused(engine.name, "Expected", words) as caught:
             engine.decode(form, prompt=[1], output=[2])
         assert len(str(caught.value)) < 1000
@@ -385,9 +385,9 @@ CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: ascii(words)[:12])
 def test_a_servers_words_are_quoted_on_one_line_and_printable(engine: Engine, words: str) -> None:
-    for said in (words, [[[[words]]]], {"msg": words, "loc": [words, {words: words}]}, {words: [words]}):
+    for detail in (words, [[[[words]]]], {"msg": words, "loc": [words, {words: words}]}, {words: [words]}):
         with refused("the server refused the request") as caught:
-            engine.decode({"detail": said}, prompt=[1], output=[2])
+            engine.decode({"detail": detail}, prompt=[1], output=[2])
         error = caught.value
         assert "three\n" not in str(error)
         for text in (str(error), error.problem, error.where, error.cause):

@@ -36,12 +36,12 @@ def envelope(start: int = 0, dtype: str = "uint16", **changes: Any) -> dict[str,
 
 
 def chat(choice: dict[str, Any] | None = None, **beside: Any) -> dict[str, Any]:
-    one = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
-    return {"id": "chatcmpl-1", "object": "chat.completion", "choices": [one | (choice or {})], **beside}
+    default = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": "stop"}
+    return {"id": "chatcmpl-1", "object": "chat.completion", "choices": [default | (choice or {})], **beside}
 
 
-def assert_the_rows(found: RoutedExperts, start: int = 0) -> None:
-    assert found == expected(MODEL, ONE, start=start)
+def assert_the_rows(routes: RoutedExperts, start: int = 0) -> None:
+    assert routes == expected(MODEL, ONE, start=start)
 
 
 PLACES: dict[str, Callable[[Any], Any]] = {
@@ -78,8 +78,8 @@ def test_an_envelope_may_be_of_any_width_in_text_bytes_or_numbers(engine: Engine
 
 def test_dynamo_says_which_tokens_were_sampled() -> None:
     beside = {"engine_data": {"routed_experts": envelope(), "completion_token_ids": ONE.output}}
-    (found,) = from_vllm(chat(nvext=beside), MODEL, prompt_token_ids=ONE.prompt)
-    assert_the_rows(found)
+    (routes,) = from_vllm(chat(nvext=beside), MODEL, prompt_token_ids=ONE.prompt)
+    assert_the_rows(routes)
     assert_the_rows(from_sglang(chat(nvext=beside), MODEL, prompt_token_ids=ONE.prompt))
 
 
@@ -117,11 +117,11 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_frameworks_send_in_the_place_of_vllm_is_read(form: str) -> None:
-    (found,) = from_vllm(FORMS[form], MODEL)
-    assert_the_rows(found)
+    (routes,) = from_vllm(FORMS[form], MODEL)
+    assert_the_rows(routes)
     if not isinstance(FORMS[form], SimpleNamespace):
-        (found,) = from_vllm(json.dumps(FORMS[form]), MODEL)
-        assert_the_rows(found)
+        (routes,) = from_vllm(json.dumps(FORMS[form]), MODEL)
+        assert_the_rows(routes)
         assert whose(FORMS[form]) == "vllm", "`npu-replay inspect` tells the decoder"
 
 

@@ -68,12 +68,12 @@ def test_a_stage_of_verls_that_holds_the_dead_router_alone_takes_its_routes() ->
     )
     assert isinstance(unwritten[1], InvalidRoutes)
     rows[:, 5] = torch.tensor([3, 6])
-    (found,) = (
+    (routes,) = (
         GivenRoutes.of(torch.nested.nested_tensor([rows], layout=torch.jagged), None, MODEL)
         .checked([5, 99], tokens)
         .values()
     )
-    assert (found.layers, found.ids.unique().tolist()) == ((5,), [3, 6])
+    assert (routes.layers, routes.ids.unique().tolist()) == ((5,), [3, 6])
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -85,9 +85,9 @@ def test_a_row_of_minus_one_in_all_moe_layers_has_no_route(zeros_are_none: bool,
     rows[:, [1, 3]] = torch.arange(1, 1 + topk, dtype=torch.int16)
     rows[2:4, [1, 3]] = -1
     rows[3:5, [0, 2]] = -1
-    found = from_batch(rows, model, zeros_are_none=zeros_are_none)
-    assert found.recorded.tolist() == [True, True, False, False, True, True]
-    assert torch.equal(from_batch(rows[:, [1, 3]], model, zeros_are_none=zeros_are_none).ids, found.ids)
+    routes = from_batch(rows, model, zeros_are_none=zeros_are_none)
+    assert routes.recorded.tolist() == [True, True, False, False, True, True]
+    assert torch.equal(from_batch(rows[:, [1, 3]], model, zeros_are_none=zeros_are_none).ids, routes.ids)
     for layer in (1, 3):
         partly = rows.clone()
         partly[5, layer, topk - 1] = -1

@@ -119,7 +119,7 @@ def puzzle(*blocks: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
         "n_routed_experts": 128,
         "block_configs": list(blocks),
-        "layers_block_type": [one["block_type"] for one in blocks],
+        "layers_block_type": [block["block_type"] for block in blocks],
     } | changes
 
 
@@ -216,8 +216,8 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", UNREADABLE)
 def test_a_config_that_cannot_be_read_is_refused(case: str) -> None:
-    config, said = UNREADABLE[case]
-    with pytest.raises(ReplayError, match=said):
+    config, message = UNREADABLE[case]
+    with pytest.raises(ReplayError, match=message):
         RoutedModel.from_config(config)
 
 
@@ -271,9 +271,9 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", UNLIKE)
 def test_blocks_of_unlike_layers_are_refused_by_their_key_with_the_way_out(case: str, tmp_path: Path) -> None:
-    config, said = UNLIKE[case]
+    config, message = UNLIKE[case]
     for form in forms(config, tmp_path):
-        with pytest.raises(RouterError, match=f"block_configs, {said}") as caught:
+        with pytest.raises(RouterError, match=f"block_configs, {message}") as caught:
             RoutedModel.from_config(form)
         assert "part by part" in str(caught.value)
         assert "npu_replay.record(router.module)" in str(caught.value)
@@ -302,8 +302,8 @@ def test_layers_own_configs_in_transformers_way_are_read(own: Any, wanted: Any, 
             with pytest.raises(ReplayError, match=wanted):
                 RoutedModel.from_config(form)
         else:
-            found = RoutedModel.from_config(form)
-            assert (found.layers, found.topk) == wanted
+            model = RoutedModel.from_config(form)
+            assert (model.layers, model.topk) == wanted
 
 
 def test_lists_of_numbers_that_differ_are_refused_by_the_layer() -> None:
@@ -331,7 +331,7 @@ def test_a_looped_model_is_refused_by_the_key_that_says_how_often(family: str, t
             RoutedModel.from_config(form)
 
     def once(value: Any) -> Any:
-        return {key: once(one) for key, one in value.items()} if isinstance(value, dict) else 1
+        return {key: once(inner) for key, inner in value.items()} if isinstance(value, dict) else 1
 
     assert RoutedModel.from_config(QWEN3_30B | once(LOOPS[family])) == RoutedModel.from_config(QWEN3_30B)
 

@@ -59,9 +59,9 @@ def test_an_npy_of_integers_is_read(order: Any, version: tuple[int, int]) -> Non
     for dtype in ("u1", "u2", "i2", "i4", "i8", "u8", ">i4", ">u2", "i1"):
         for rows in (5, 0):
             array = np.arange(rows * 12).reshape(rows, 3, 4).astype(dtype, order=order)
-            found = from_npy(npy(array, version), source=SOURCE)
-            assert found.dtype == array.dtype
-            assert np.array_equal(found, array)
+            loaded = from_npy(npy(array, version), source=SOURCE)
+            assert loaded.dtype == array.dtype
+            assert np.array_equal(loaded, array)
 
 
 GOOD = claims("(1, 1, 1)")

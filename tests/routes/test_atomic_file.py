@@ -128,8 +128,8 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a checkpoint": (safetensors, r"doesn't hold routes.*checkpoint"),
     "a shard": (lambda path: shard(path), "one sample without a key, .*got 1 others.*by its folder"),
     **{
-        f"routes {said}": (lambda path, said=said: safetensors(path, format=FORMAT, routes=said), "")
-        for said in ("3", "{", '{"layers": 3}')
+        f"routes {text}": (lambda path, text=text: safetensors(path, format=FORMAT, routes=text), "")
+        for text in ("3", "{", '{"layers": 3}')
     },
 }
 

@@ -74,10 +74,10 @@ def test_experts_named_twice_are_found_and_only_in_recorded_rows_t1(
     for size in BLOCKS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checks, "_BLOCK", size)
-            found = checks.named_twice(ids, recorded)
-        assert found.dtype == np.int64
-        assert found.shape[1:] == (2,)
-        assert [tuple(at) for at in found.tolist()] == list(slow_twice(ids, recorded))
+            pairs = checks.named_twice(ids, recorded)
+        assert pairs.dtype == np.int64
+        assert pairs.shape[1:] == (2,)
+        assert [tuple(at) for at in pairs.tolist()] == list(slow_twice(ids, recorded))
     assert np.array_equal(ids, before)
 
 
@@ -113,8 +113,8 @@ def test_copies_count_if_they_are_many_and_of_several_tokens_t31(
     many = len(rows) * 20 > recorded.sum() and len({*tokens[rows].tolist()}) >= 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "tells_apart", lambda *model: True)
-        found = checks.copied_rows(ids, recorded, 2**15, tokens)
-    assert found.tolist() == (rows if many else [])
+        copies = checks.copied_rows(ids, recorded, 2**15, tokens)
+    assert copies.tolist() == (rows if many else [])
 
 
 def test_rows_that_differ_in_one_id_are_not_taken_for_each_other_t31() -> None:

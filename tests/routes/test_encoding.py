@@ -54,9 +54,9 @@ class Form(NamedTuple):
             return self.read(path)
 
 
-def store(found: RoutedExperts, folder: Path) -> None:
+def store(sample: RoutedExperts, folder: Path) -> None:
     with RouteStore.writer(folder) as writer:
-        writer.add(found, "k")
+        writer.add(sample, "k")
 
 
 def put_shard(folder: Path, data: bytes) -> None:
@@ -66,7 +66,7 @@ def put_shard(folder: Path, data: bytes) -> None:
 
 FORMS = {
     "bytes": Form(
-        lambda found, path: path.write_bytes(found.to_bytes()),
+        lambda sample, path: path.write_bytes(sample.to_bytes()),
         lambda path: RoutedExperts.from_bytes(path.read_bytes()),
         Path.write_bytes,
     ),
@@ -93,7 +93,7 @@ def test_what_is_cut_short_or_of_which_any_bit_is_flipped_is_refused(form: Form,
     for at in range(0, len(good), 1 if WHOLE or form is FORMS["bytes"] else 5):
         bits = range(8) if WHOLE else [at % 8]
         flipped = [bytes([good[at] ^ flip]) for flip in (*(1 << bit for bit in bits), 0x29)]
-        for bad in (good[:at], *(good[:at] + one + good[at + 1 :] for one in flipped)):
+        for bad in (good[:at], *(good[:at] + byte + good[at + 1 :] for byte in flipped)):
             form.put(place, bad)
             with pytest.raises((ReplayError, KeyError)):  # of a store that has the sample by another key
                 form.read(place)
@@ -129,7 +129,9 @@ def test_the_safetensors_package_opens_all_that_is_written(tmp_path: Path, token
     ):
         assert arrays.keys() == {"ids", "recorded"}
         for name, array in arrays.items():
-            np.testing.assert_array_equal(array, np.concatenate([getattr(one, name) for one in samples]))
+            np.testing.assert_array_equal(
+                array, np.concatenate([getattr(sample, name) for sample in samples])
+            )
     store = RouteStore(tmp_path / "folder")
     assert (store["é/a.b"], store["\U0001f600"]) == (first, second)
 
@@ -139,17 +141,17 @@ def test_a_file_that_is_replaced_between_its_header_and_its_ids_is_read_as_the_o
 ) -> None:
     """Each load beside `save(overwrite=True)` gives one of the two: it opens the path once."""
     path = tmp_path / "routes"
-    one = routes(40)
+    first = routes(40)
     other = routes(30)
-    one.save(path)
+    first.save(path)
     whole = encoding.Header.arguments
 
-    def meanwhile(header: Any, *given: Any) -> Any:
+    def meanwhile(header: Any, *arguments: Any) -> Any:
         other.save(path, overwrite=True)
-        return whole(header, *given)
+        return whole(header, *arguments)
 
     monkeypatch.setattr(encoding.Header, "arguments", meanwhile)
-    assert RoutedExperts.load(path) == one
+    assert RoutedExperts.load(path) == first
     assert RoutedExperts.load(path) == other
 
 
@@ -217,15 +219,15 @@ def test_what_are_no_bytes_of_routes_is_refused(data: bytes, words: str) -> None
 
 
 def test_pickles_carry_the_ids_out_of_band() -> None:
-    given = routes(tokens=5000)
+    original = routes(tokens=5000)
     buffers: list[pickle.PickleBuffer] = []
-    small = pickle.dumps(given, protocol=5, buffer_callback=buffers.append)
+    small = pickle.dumps(original, protocol=5, buffer_callback=buffers.append)
     assert len(small) < 1000
-    assert sum(buffer.raw().nbytes for buffer in buffers) == given.ids.nbytes + len(given)
+    assert sum(buffer.raw().nbytes for buffer in buffers) == original.ids.nbytes + len(original)
     again = pickle.loads(small, buffers=buffers)
-    assert again == given
-    assert again.ids.data_ptr() == given.ids.data_ptr()
-    assert pickle.loads(pickle.dumps(given, protocol=4)) == given
+    assert again == original
+    assert again.ids.data_ptr() == original.ids.data_ptr()
+    assert pickle.loads(pickle.dumps(original, protocol=4)) == original
 
 
 def test_a_pickled_slice_is_no_larger_than_it_is() -> None:

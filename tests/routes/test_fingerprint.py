@@ -25,9 +25,9 @@ def test_the_same_tokens_give_the_same_number_whatever_holds_them() -> None:
     tensors = [torch.tensor(small, dtype=dtype) for dtype in (torch.int32, torch.int64)]
     read_only = np.array(small)
     read_only.flags.writeable = False
-    for held in (*arrays, *tensors, tuple(small), read_only, np.array(small[::-1])[::-1]):
-        assert fingerprint(held) == fingerprint(small)
-        assert as_token_ids(held).dtype == np.int64
+    for tokens in (*arrays, *tensors, tuple(small), read_only, np.array(small[::-1])[::-1]):
+        assert fingerprint(tokens) == fingerprint(small)
+        assert as_token_ids(tokens).dtype == np.int64
 
 
 def test_a_key_tells_samples_of_the_same_tokens_apart_and_keeps_the_half_of_the_tokens() -> None:

@@ -45,31 +45,31 @@ def favourite(**known: Any) -> RoutedExperts:
     return RoutedExperts(ids=ids, layers=LAYERS, num_experts=8, fingerprint=mark).with_known(**known)
 
 
-def merged(one: RoutedExperts) -> RoutedExperts:
+def merged(routes: RoutedExperts) -> RoutedExperts:
     """What two ranks with half of the tokens each collect."""
     first = torch.arange(TOKENS) < TOKENS // 2
-    blocks = [Block(held, one.take(held)) for held in (first, ~first)]
+    blocks = [Block(mask, routes.take(mask)) for mask in (first, ~first)]
     union = Union(0, [block.part() for block in blocks])
     for block in blocks:
         union.put(block.part(), 0, block.rows(0, len(block.routes)))
     return union.block().routes
 
 
-def fetched(one: RoutedExperts) -> RoutedExperts:
+def fetched(routes: RoutedExperts) -> RoutedExperts:
     with TemporaryDirectory() as folder:
-        return delivery.fetch([FileCarrier(Path(folder)).put(one)], layers=LAYERS)[0]
+        return delivery.fetch([FileCarrier(Path(folder)).put(routes)], layers=LAYERS)[0]
 
 
-def held(one: RoutedExperts) -> RoutedExperts:
+def kept_by_tokens(routes: RoutedExperts) -> RoutedExperts:
     kept = RoutesByTokens(1 << 20)
-    kept.put(1, one.sequence(0, TOKENS - 1), rollout=False)
+    kept.put(1, routes.sequence(0, TOKENS - 1), rollout=False)
     return kept.get(1)[0]
 
 
-def kept_by_chunks(one: RoutedExperts) -> RoutedExperts:
+def kept_by_chunks(routes: RoutedExperts) -> RoutedExperts:
     kept = RoutesByKey()
     for layer in LAYERS:
-        kept.add_layers(1, one.only([layer]), 0)
+        kept.add_layers(1, routes.only([layer]), 0)
     return kept.of(1)
 
 
@@ -78,25 +78,25 @@ LAYOUT = TokenLayout.padded([TOKENS])
 SAME_ROWS: dict[str, Callable[[RoutedExperts], RoutedExperts]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
-    "an old pickle": lambda one: pickle.loads(pickle.dumps(one, protocol=2)),
-    "all its layers": lambda one: one.only(LAYERS),
-    "a layer": lambda one: one.only([3]),
+    "pickle": lambda routes: pickle.loads(pickle.dumps(routes)),
+    "an old pickle": lambda routes: pickle.loads(pickle.dumps(routes, protocol=2)),
+    "all its layers": lambda routes: routes.only(LAYERS),
+    "a layer": lambda routes: routes.only([3]),
 }
 WAYS: dict[str, Callable[[RoutedExperts], RoutedExperts]] = SAME_ROWS | {
-    "take": lambda one: one.take(range(TOKENS)),
-    "sequence": lambda one: one.sequence(0, 70),
-    "of a sample": lambda one: one.of_sample("a"),
-    "concat": lambda one: RoutedExperts.concat([one, one]),
-    "concat of layers": lambda one: RoutedExperts.concat([one, one], [3]),
-    "gather": lambda one: LAYOUT.gather([one]),
-    "scatter": lambda one: LAYOUT.scatter(one)[0],
-    "collect, alone": lambda one: npu_replay.collect([one], [LAYOUT], ParallelLayout())[0],
+    "take": lambda routes: routes.take(range(TOKENS)),
+    "sequence": lambda routes: routes.sequence(0, 70),
+    "of a sample": lambda routes: routes.of_sample("a"),
+    "concat": lambda routes: RoutedExperts.concat([routes, routes]),
+    "concat of layers": lambda routes: RoutedExperts.concat([routes, routes], [3]),
+    "gather": lambda routes: LAYOUT.gather([routes]),
+    "scatter": lambda routes: LAYOUT.scatter(routes)[0],
+    "collect, alone": lambda routes: npu_replay.collect([routes], [LAYOUT], ParallelLayout())[0],
     "collect of two ranks": merged,
     **{name: form.round_trip for name, form in FORMS.items()},
-    "layers side by side": lambda one: side_by_side([one.only([layer]) for layer in LAYERS]),
+    "layers side by side": lambda routes: side_by_side([routes.only([layer]) for layer in LAYERS]),
     "verl's chunks": kept_by_chunks,
-    "held by its tokens": held,
+    "held by its tokens": kept_by_tokens,
     "a carrier": fetched,
 }
 
@@ -134,9 +134,9 @@ def test_the_same_rows_keep_all_that_is_known_of_their_micro_batch(way: str) -> 
 
 @pytest.mark.parametrize("way", ["take", "sequence", "of a sample", "concat", "layers side by side"])
 def test_of_other_rows_nothing_is_known_of_a_micro_batch(way: str) -> None:
-    given = favourite(placement=PLACEMENT)
-    parts = [given.only([layer]) for layer in LAYERS]
-    again = side_by_side(parts) if way == "layers side by side" else WAYS[way](given)
+    whole = favourite(placement=PLACEMENT)
+    parts = [whole.only([layer]) for layer in LAYERS]
+    again = side_by_side(parts) if way == "layers side by side" else WAYS[way](whole)
     assert vars(again.placement) == vars(Placement())
 
 
@@ -147,7 +147,7 @@ def test_parts_are_together_what_each_of_them_is(marks: tuple[bool | None, ...])
         favourite(constant_layers_ok=bool(mark), from_engine=mark, made_at=at)
         for at, mark in enumerate(marks)
     ]
-    parts = [one.only([layer]) for one, layer in zip(wholes, LAYERS, strict=True)]
+    parts = [whole.only([layer]) for whole, layer in zip(wholes, LAYERS, strict=True)]
     chosen = True if True in marks else None if None in marks else False
     for made in (side_by_side(parts), RoutedExperts.concat(wholes)):
         assert (made.constant_layers_ok, made.from_engine, made.made_at) == (False, chosen, 0)

@@ -114,9 +114,9 @@ CALLS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 def test_swapped_micro_batches_of_a_record_are_an_error(how: str) -> None:
     model = Named()
 
-    def calls(given: Sequence[torch.Tensor]) -> None:
-        for one in given:
-            CALLS[how](model, one)
+    def calls(micro_batches: Sequence[torch.Tensor]) -> None:
+        for ids in micro_batches:
+            CALLS[how](model, ids)
 
     with npu_replay.record(model) as recording:
         calls(batches())
@@ -286,7 +286,7 @@ def test_padding_on_another_side_is_refused_by_the_mask_of_the_call(
     side: Any, mask: torch.Tensor | None, other: bool
 ) -> None:
     """Routes of nobody's tokens, laid out with padding on this side, in a call with this mask."""
-    bare = [one.with_known(fingerprint=None) for one in samples([6, 4, 3])[1]]
+    bare = [sample.with_known(fingerprint=None) for sample in samples([6, 4, 3])[1]]
     routes = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", side=side).gather(bare)
     words = r"micro-batch 0: the layout pads .* another side.*row 1 from"
     expected: Any = pytest.raises(MicroBatchError, match=words) if other else contextlib.nullcontext()
@@ -300,7 +300,7 @@ def test_only_routes_that_all_have_a_fingerprint_count_as_compared(
 ) -> None:
     input_check._warned.clear()
     tokens, routes = samples([LENGTH] * 3)
-    rows = [one if n < named else one.with_known(fingerprint=None) for n, one in enumerate(routes)]
+    rows = [sample if n < named else sample.with_known(fingerprint=None) for n, sample in enumerate(routes)]
     layout = TokenLayout.of_batch(padded(tokens), order="batch")
     assert replayed(Embedded(), [layout.gather(rows)], [padded(tokens)]) == (named == 3)
     assert ("nothing holds these routes" in caplog.text) == (named < 3)
@@ -338,12 +338,15 @@ def test_rows_in_another_order_than_the_models_are_refused_on_entering(laid: str
 def test_an_engines_routes_know_their_tokens_where_the_layout_knows_none(changed: int | None) -> None:
     """The last token has no row, or an empty one. Rows without a gap may lack a token that isn't fed."""
     tokens, routes = samples([6, 4, 3])
-    marks = [one.fingerprint for one in routes]
+    marks = [sample.fingerprint for sample in routes]
     ended = [routes[0].take([*range(5), -1]), routes[1].take(range(3)), routes[2].take([0, 1, -1])]
-    ended = [one.sequence(0, len(one), mark) for one, mark in zip(ended, marks, strict=True)]
+    ended = [sample.sequence(0, len(sample), mark) for sample, mark in zip(ended, marks, strict=True)]
     model = Embedded()
     layout = TokenLayout.padded([6, 4, 3], LENGTH, order="batch")
-    cut = [one.sequence(0, len(one), fingerprint([*of, 7])) for one, of in zip(routes, tokens, strict=True)]
+    cut = [
+        sample.sequence(0, len(sample), fingerprint([*of, 7]))
+        for sample, of in zip(routes, tokens, strict=True)
+    ]
     replayed(model, [layout.gather(cut)], [padded(tokens)])
     if changed is None:
         assert replayed(model, [layout.gather(ended)], [padded(tokens)]) == 1
@@ -359,12 +362,12 @@ def test_too_few_rows_of_an_engine_to_be_judged_are_told_once(
     """Their tokens are compared, and whether the rows lie in their places is not."""
     monkeypatch.setattr(own_choice, "_warned_of_few_rows", [])
     tokens, routes = samples([6, 4, 3])
-    marks = [one.fingerprint for one in routes]
-    given = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", fingerprints=marks).gather(routes)
+    marks = [sample.fingerprint for sample in routes]
+    batch = TokenLayout.padded([6, 4, 3], LENGTH, order="batch", fingerprints=marks).gather(routes)
     for chosen in (False, True, True):
-        replayed(Embedded(), [given.with_known(from_engine=chosen)], [padded(tokens)])
-    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert "the block had 13 rows, and below 64" in told
+        replayed(Embedded(), [batch.with_known(from_engine=chosen)], [padded(tokens)])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the block had 13 rows, and below 64" in warning
 
 
 # What identifies a sample beside its tokens

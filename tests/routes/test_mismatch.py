@@ -20,10 +20,10 @@ A = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 2], [1, 3]], [[5, 6], [0, 7]]]
 
 def test_the_order_of_experts_does_not_count_but_the_set_does() -> None:
     b = [[[1, 0], [3, 2]], [[4, 6], [6, 7]], [[2, 0], [1, 4]], [[5, 7], [0, 6]]]
-    found = npu_replay.compare(routes(A), routes(b))
-    assert (found.differing, found.token_layers) == (4, 8)
-    assert (found.router_mismatch, found.token_mismatch) == (0.5, 0.75)
-    assert found.layer_mismatch == {0: 0.5, 1: 0.5}
+    mismatch = npu_replay.compare(routes(A), routes(b))
+    assert (mismatch.differing, mismatch.token_layers) == (4, 8)
+    assert (mismatch.router_mismatch, mismatch.token_mismatch) == (0.5, 0.75)
+    assert mismatch.layer_mismatch == {0: 0.5, 1: 0.5}
     lost = routes(A[2:]).with_known(shown=torch.full((2, 2, 2), -1, dtype=torch.int16))
     assert npu_replay.compare([routes(A[:2]), lost], routes(A)).differing == 4, "seen in one alone"
 
@@ -32,9 +32,9 @@ def test_only_rows_recorded_on_both_sides_and_common_layers_count() -> None:
     b = [[[7, 6]], [[4, 5]], [[7, 6]], [[5, 6]]]
     ours = routes(A, recorded=torch.tensor([False, True, True, True]))
     theirs = routes(b, layers=(0,), recorded=torch.tensor([True, True, True, False]))
-    found = npu_replay.compare([ours.take([0, 1]), ours.take([2, 3])], theirs)
-    assert (found.differing, found.token_layers, found.layer_mismatch) == (1, 2, {0: 0.5})
-    assert (found.router_mismatch, found.token_mismatch) == (0.5, 0.5)
+    mismatch = npu_replay.compare([ours.take([0, 1]), ours.take([2, 3])], theirs)
+    assert (mismatch.differing, mismatch.token_layers, mismatch.layer_mismatch) == (1, 2, {0: 0.5})
+    assert (mismatch.router_mismatch, mismatch.token_mismatch) == (0.5, 0.5)
 
 
 def test_log_probs_give_kl_ratio_and_the_largest_difference() -> None:

@@ -40,9 +40,11 @@ def refused(**changes: Any) -> InvalidRoutes:
 @pytest.mark.parametrize("dtype", [*TORCH_INTEGERS, *NUMPY_INTEGERS], ids=str)
 def test_integers_of_any_dtype_are_taken(dtype: Any) -> None:
     for tokens in (6, 0):
-        given = ids(tokens)
-        given = given.to(dtype) if isinstance(dtype, torch.dtype) else given.numpy().astype(dtype)
-        built = routes(ids=given)
+        expert_ids = ids(tokens)
+        expert_ids = (
+            expert_ids.to(dtype) if isinstance(dtype, torch.dtype) else expert_ids.numpy().astype(dtype)
+        )
+        built = routes(ids=expert_ids)
         assert built.ids.dtype == torch.uint8
         assert torch.equal(built.ids.long(), ids(tokens))
 
@@ -61,14 +63,14 @@ def test_ids_that_need_a_gradient_history_or_inference_mode_are_taken() -> None:
 @pytest.mark.parametrize("last", [True, False], ids=["all recorded", "one row not recorded"])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, last: bool) -> None:
-    given = ids().to(torch.uint8)
+    expert_ids = ids().to(torch.uint8)
     recorded = torch.tensor([True] * 5 + [last])
     if kind == "torch":
-        built = routes(ids=given, recorded=recorded)
+        built = routes(ids=expert_ids, recorded=recorded)
     else:
-        built = routes(ids=given.numpy(), recorded=recorded.numpy())
+        built = routes(ids=expert_ids.numpy(), recorded=recorded.numpy())
     before = built.ids.clone()
-    given.fill_(7)
+    expert_ids.fill_(7)
     recorded.fill_(False)
     assert torch.equal(built.ids, before)
     assert built.recorded.tolist() == [True] * 5 + [last]
@@ -79,11 +81,11 @@ def test_what_the_caller_does_to_his_arrays_later_does_not_show_n9(kind: str, la
 
 @pytest.mark.parametrize("junk", [0, -1, 99, 255])
 def test_rows_that_are_not_recorded_are_stored_as_zero_and_never_looked_at_t1_t24_t27(junk: int) -> None:
-    given = ids()
-    given[2] = junk
+    expert_ids = ids()
+    expert_ids[2] = junk
     recorded = torch.ones(6, dtype=torch.bool)
     recorded[2] = False
-    built = routes(ids=given, recorded=recorded)
+    built = routes(ids=expert_ids, recorded=recorded)
     assert built.ids[2].tolist() == [[0, 0], [0, 0]]
     assert built == routes(ids=ids(), recorded=recorded)
     assert "1 rows without a route" in repr(built)
@@ -121,10 +123,10 @@ def test_take_returns_rows_in_the_order_asked_in_memory_of_their_own() -> None:
 
 
 def test_concat_puts_rows_one_after_the_other_and_keeps_a_weight_version_that_all_have() -> None:
-    one = routes()
+    first = routes()
     two = routes(recorded=torch.tensor([True, False] * 3))
-    both = RoutedExperts.concat([one, two])
-    assert torch.equal(both.ids, torch.cat([one.ids, two.ids]))
+    both = RoutedExperts.concat([first, two])
+    assert torch.equal(both.ids, torch.cat([first.ids, two.ids]))
     assert both.recorded.tolist() == [True] * 6 + [True, False] * 3
     assert RoutedExperts.concat([routes(weight_version=1), routes(weight_version=1)]).weight_version == 1
     assert RoutedExperts.concat([routes(weight_version=1), routes(weight_version=2)]).weight_version is None
@@ -210,17 +212,17 @@ def test_rows_that_are_not_there_and_parts_of_another_model_are_refused(
 @pytest.mark.parametrize(("dtype", "experts"), [(torch.uint8, 257), (torch.int8, 129)])
 def test_ids_of_a_dtype_that_cant_hold_them_all_are_refused_t19(dtype: torch.dtype, experts: int) -> None:
     """Those above were cut off on the way, and what is left looks like any other id."""
-    given = torch.tensor([[[0, 1]], [[2, 3]]]).to(dtype)
-    assert len(RoutedExperts(ids=given, layers=[0], num_experts=experts - 1)) == 2
+    expert_ids = torch.tensor([[[0, 1]], [[2, 3]]]).to(dtype)
+    assert len(RoutedExperts(ids=expert_ids, layers=[0], num_experts=experts - 1)) == 2
     with pytest.raises(InvalidRoutes, match=r"the ids' dtype can't hold every expert.*narrowed on the way"):
-        RoutedExperts(ids=given, layers=[0], num_experts=experts)
+        RoutedExperts(ids=expert_ids, layers=[0], num_experts=experts)
 
 
 @pytest.mark.parametrize("bad", [-1, EXPERTS, 70_000])
 def test_an_id_out_of_range_is_refused_with_its_layer_and_row(bad: int) -> None:
-    given = ids()
-    given[3, 1, 0] = bad
-    error = refused(ids=given)
+    expert_ids = ids()
+    expert_ids[3, 1, 0] = bad
+    error = refused(ids=expert_ids)
     assert (error.where, error.expected, error.got) == ("layer 4", "ids from 0 to 7", bad)
     assert re.search(r"row 3 \(1 such token-layers", error.problem)
     assert "recorded=" in error.cause
@@ -228,14 +230,14 @@ def test_an_id_out_of_range_is_refused_with_its_layer_and_row(bad: int) -> None:
 
 @pytest.mark.parametrize("topk", [2, 16, 17])
 def test_an_expert_twice_in_a_row_is_refused_t1(topk: int) -> None:
-    given = ids(topk=topk, experts=20)
-    given[4, 0, topk - 1] = given[4, 0, 0]
-    given[5, 0, topk - 1] = given[5, 0, 0]
-    error = refused(ids=given, num_experts=20)
+    expert_ids = ids(topk=topk, experts=20)
+    expert_ids[4, 0, topk - 1] = expert_ids[4, 0, 0]
+    expert_ids[5, 0, topk - 1] = expert_ids[5, 0, 0]
+    error = refused(ids=expert_ids, num_experts=20)
     assert error.where == "layer 1"
     assert "2 token-layers" in error.problem
     assert "row 4" in error.problem
-    assert error.got == given[4, 0].tolist()
+    assert error.got == expert_ids[4, 0].tolist()
     assert "recorded=" in error.cause
 
 
@@ -247,10 +249,10 @@ def test_a_constant_layer_of_64_recorded_rows_is_refused_from_outside_only_t32(
     tokens: int, known: int, fine: bool
 ) -> None:
     """Rows that are not recorded neither count nor hide it."""
-    given = ids(tokens)
-    given[:known, 1] = torch.tensor([0, 1])
+    expert_ids = ids(tokens)
+    expert_ids[:known, 1] = torch.tensor([0, 1])
     built = routes(
-        ids=given, recorded=torch.arange(tokens) < known
+        ids=expert_ids, recorded=torch.arange(tokens) < known
     )  # a record of equal tokens looks like that
     if fine:
         assert RoutedExperts.from_bytes(built.to_bytes()) == built

@@ -46,22 +46,22 @@ def store(folder: Path, *samples: tuple[RoutedExperts, str | None], **options: A
 
 def test_many_samples_come_back_by_key_and_by_tokens(tmp_path: Path) -> None:
     samples = [(sample(number), None) for number in range(200)]
-    found = store(tmp_path, (sample(1), "a/b.c"), *samples, shard_bytes=10_000)
+    stored = store(tmp_path, (sample(1), "a/b.c"), *samples, shard_bytes=10_000)
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
-    assert repr(found) == f"RouteStore({str(tmp_path)!r}, 201 samples)"
-    assert list(found)[:2] == ["a/b.c", f"{fingerprint(tokens_of(0)):016x}"]
-    assert found["a/b.c"] == sample(1)
+    assert repr(stored) == f"RouteStore({str(tmp_path)!r}, 201 samples)"
+    assert list(stored)[:2] == ["a/b.c", f"{fingerprint(tokens_of(0)):016x}"]
+    assert stored["a/b.c"] == sample(1)
     for number in (0, 40, 41, 199):
-        assert found.of(tokens_of(number)) == sample(number)
-        assert found.of(tokens_of(number)).weight_version == f"step {number}"
+        assert stored.of(tokens_of(number)) == sample(number)
+        assert stored.of(tokens_of(number)).weight_version == f"step {number}"
     with pytest.raises(KeyError):
-        found["b"]
+        stored["b"]
     with pytest.raises(RouteFileError, match=r"no routes of these tokens.*tokenised again"):
-        found.of([1, 2, 3])
+        stored.of([1, 2, 3])
     for shard in tmp_path.iterdir():
         shard.unlink()
     with pytest.raises(RouteFileError, match="no such file"):
-        found["a/b.c"]
+        stored["a/b.c"]
     with pytest.raises(RouteFileError, match="no routes in this folder"):
         RouteStore(tmp_path)
 
@@ -86,12 +86,12 @@ def test_what_cant_be_added_stops_none_of_the_others(tmp_path: Path) -> None:
 def test_a_key_of_two_writers_with_other_routes_is_an_error_and_no_other_key_is(tmp_path: Path) -> None:
     """Two ranks that sampled the same short answer; one of them must not make the folder unreadable."""
     for name in ("a", "b"):
-        found = store(tmp_path, (sample(1), "k"), (sample(int(name, 16)), None), name=name)
-        assert found["k"] == sample(1)
-    found = store(tmp_path, (sample(2), "k"), name="c")
+        stored = store(tmp_path, (sample(1), "k"), (sample(int(name, 16)), None), name=name)
+        assert stored["k"] == sample(1)
+    stored = store(tmp_path, (sample(2), "k"), name="c")
     with pytest.raises(RouteFileError, match=r"several samples have these tokens.*in a-0.* and c-0"):
-        found["k"]
-    assert found.of(tokens_of(10)) == sample(10)
+        stored["k"]
+    assert stored.of(tokens_of(10)) == sample(10)
     assert RouteStore(tmp_path, shard="c-00000")["k"] == sample(2)
 
 
@@ -142,14 +142,14 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_folder_with_a_file_of_something_else_is_refused_by_its_name(tmp_path: Path) -> None:
-    found = store(tmp_path, (sample(1), "k"))
+    stored = store(tmp_path, (sample(1), "k"))
     other = tmp_path / "model.safetensors"
     for content in (b"", b"hello", save({"weight": sample(1).ids}), save({}, {"format": "pt"})):
         other.write_bytes(content)
         with pytest.raises(RouteFileError, match=r"can't be read|doesn't hold routes") as caught:
             RouteStore(tmp_path)
         assert caught.value.where == str(other)
-    assert RouteStore(tmp_path, shard="routes-00000")["k"] == found["k"] == sample(1)
+    assert RouteStore(tmp_path, shard="routes-00000")["k"] == stored["k"] == sample(1)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_a_folder_with_a_file_of_something_else_is_refused_by_its_name(tmp_path:
 )
 def test_a_store_that_was_read_from_can_be_copied(tmp_path: Path, copied: Any) -> None:
     """To a loader's worker processes, say."""
-    found = store(tmp_path, (sample(1), None))
-    for one in (found, copied(found), found):
-        assert one.of(tokens_of(1)) == copied(one).of(tokens_of(1)) == sample(1)
+    stored = store(tmp_path, (sample(1), None))
+    for reader in (stored, copied(stored), stored):
+        assert reader.of(tokens_of(1)) == copied(reader).of(tokens_of(1)) == sample(1)
 
 
 # Files that change, writers that are killed, keys that mislead
@@ -169,35 +169,35 @@ def test_what_was_read_stays_when_the_shard_is_overwritten_and_a_shorter_one_is_
     tmp_path: Path,
 ) -> None:
     """A memory map shows the new bytes, and where there are none the process dies."""
-    found = store(tmp_path, (sample(1, tokens=5000), "k"))
+    stored = store(tmp_path, (sample(1, tokens=5000), "k"))
     (shard,) = tmp_path.glob("*.safetensors")
-    read = found["k"]
+    read = stored["k"]
     with shard.open("r+b") as file:  # the ids, not the header
         file.seek(-3000, os.SEEK_END)
         file.write(b"\xff" * 3000)
     assert read == sample(1, tokens=5000)
     with pytest.raises(RouteFileError, match=r"changed after they were written"):
-        found["k"]
+        stored["k"]
     os.truncate(shard, 10_000)
     with pytest.raises(RouteFileError, match=r"bytes early: somebody writes to it"):
-        found["k"]
+        stored["k"]
 
 
 def test_a_shard_of_an_earlier_job_is_not_read_for_one_of_a_later(tmp_path: Path) -> None:
-    found = store(tmp_path, (sample(1), "k"))
+    stored = store(tmp_path, (sample(1), "k"))
     store(tmp_path / "other", (sample(2), "k"))
     os.replace(tmp_path / "other" / "routes-00000.safetensors", tmp_path / "routes-00000.safetensors")
     with pytest.raises(RouteFileError, match="changed after they were written"):
-        found["k"]
+        stored["k"]
 
 
 def test_routes_of_other_tokens_under_the_key_of_these_are_refused(tmp_path: Path) -> None:
     keys = [route_store.key_of(fingerprint(tokens_of(number))) for number in (2, 4)]
-    found = store(tmp_path, (sample(1), keys[0]), (sample(3, tokens=7).take(range(7)), keys[1]))
+    stored = store(tmp_path, (sample(1), keys[0]), (sample(3, tokens=7).take(range(7)), keys[1]))
     with pytest.raises(RouteFileError, match="routes belong to other tokens"):
-        found.of(tokens_of(2))
+        stored.of(tokens_of(2))
     with pytest.raises(RouteFileError, match=r"another number of tokens.*20 .*got 7"):
-        found.of(tokens_of(4))  # which say nothing of their tokens
+        stored.of(tokens_of(4))  # which say nothing of their tokens
 
 
 # Layers that are the same in all rows
@@ -214,9 +214,9 @@ def test_a_constant_layer_in_a_folder_is_refused_but_where_the_tokens_explain_it
     same = [7] * 100
     others = list(range(100))
     keys = [route_store.key_of(fingerprint(tokens)) for tokens in (same, others)]
-    found = store(tmp_path, *((constant(100), key) for key in keys))
-    assert found.of(same) == constant(100)
-    for read in (lambda: found.of(others), lambda: found[keys[0]]):
+    stored = store(tmp_path, *((constant(100), key) for key in keys))
+    assert stored.of(same) == constant(100)
+    for read in (lambda: stored.of(others), lambda: stored[keys[0]]):
         with pytest.raises(InvalidRoutes, match="layer 2: all 100 recorded rows are the same") as caught:
             read()
         assert "routes-00000.safetensors" in caught.value.where
@@ -231,18 +231,18 @@ def by_seed(seed: int, version: int | None = None) -> RoutedExperts:
 
 
 def test_other_rollouts_of_the_same_fingerprint_are_an_error_until_an_update_took_the_first() -> None:
-    held = RoutesByTokens(1 << 20)
-    held.put(7, by_seed(1), rollout=True)
-    held.put(7, by_seed(1), rollout=True)
+    by_tokens = RoutesByTokens(1 << 20)
+    by_tokens.put(7, by_seed(1), rollout=True)
+    by_tokens.put(7, by_seed(1), rollout=True)
     with pytest.raises(InvalidRoutes, match="two samples have the same tokens"):
-        held.put(7, by_seed(2), rollout=True)
-    assert held.get(7) == (by_seed(1), True), "what was there stays"
-    assert (held.bytes, len(held)) == (by_seed(1).ids.nbytes + 5, 1)
+        by_tokens.put(7, by_seed(2), rollout=True)
+    assert by_tokens.get(7) == (by_seed(1), True), "what was there stays"
+    assert (by_tokens.bytes, len(by_tokens)) == (by_seed(1).ids.nbytes + 5, 1)
     with pytest.raises(InvalidRoutes, match="two samples have the same tokens"):
-        held.put(7, by_seed(2), rollout=True)
-    held.get(7, update=True)
-    held.put(7, by_seed(2), rollout=True)
-    assert held.get(7) == (by_seed(2), True)
+        by_tokens.put(7, by_seed(2), rollout=True)
+    by_tokens.get(7, update=True)
+    by_tokens.put(7, by_seed(2), rollout=True)
+    assert by_tokens.get(7) == (by_seed(2), True)
 
 
 @pytest.mark.parametrize(("changed", "known", "apart"), [(10, 50, ""), (11, 50, "11%"), (50, 5, "50%")])
@@ -283,11 +283,11 @@ def test_newer_weights_and_newer_records_take_the_place_of_older_ones() -> None:
 
 
 def test_routes_without_a_key_move_to_the_first_sample_that_asks() -> None:
-    held = RoutesByTokens(1 << 20)
-    held.put(7, by_seed(1), rollout=True)
-    held.put(8, by_seed(2), rollout=False)
+    by_tokens = RoutesByTokens(1 << 20)
+    by_tokens.put(7, by_seed(1), rollout=True)
+    by_tokens.put(8, by_seed(2), rollout=False)
     for mark, to in ((7, 7), (7, 71), (7, 72), (8, 81), (9, 91)):
-        held.move(mark, to)
-    assert held.get(71) == (by_seed(1), True)
-    assert [held.get(mark)[0] for mark in (7, 72, 81, 91)] == [None] * 4
-    assert held.get(8) == (by_seed(2), False), "a record has its own key"
+        by_tokens.move(mark, to)
+    assert by_tokens.get(71) == (by_seed(1), True)
+    assert [by_tokens.get(mark)[0] for mark in (7, 72, 81, 91)] == [None] * 4
+    assert by_tokens.get(8) == (by_seed(2), False), "a record has its own key"

@@ -36,13 +36,13 @@ def compiled_model() -> ToyModel:
 
 def test_blocks_that_overlap_keep_the_stance_and_torchs_names_until_the_last_one_ends() -> None:
     natives = torch.topk, torch.Tensor.topk
-    one = compiled_model()
+    first_model = compiled_model()
     two = compiled_model()
-    first = npu_replay.record(one)
+    first = npu_replay.record(first_model)
     second = npu_replay.record(two)
     first.__enter__()
     second.__enter__()
-    one(tokens())
+    first_model(tokens())
     first.__exit__(None, None, None)
     assert stance() == "force_eager"
     assert torch.topk is not natives[0]

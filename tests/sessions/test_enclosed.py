@@ -97,9 +97,9 @@ def plainly(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
     return (model(x).sin() * (seed + 1)).square().mean()
 
 
-def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Another expert shows in the second digit."""
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(actual, expected, strict=True))
 
 
 # Several forwards in one
@@ -132,11 +132,11 @@ def test_two_chunks_in_one_checkpoint_are_told_apart(
     def run(recompute: bool) -> list[torch.Tensor]:
         Drifting.calls = 0
         chunks = [ToyModel(Drifting(), Drifting(), recompute=inner if recompute else None) for _ in range(2)]
-        ids = [torch.cat([one.ids for one in (a, b)], dim=1) for a, b in [foreign(2)] * 3]
-        routes = [RoutedExperts(ids=one, layers=range(4), num_experts=EXPERTS) for one in ids]
+        ids = [torch.cat([part.ids for part in (a, b)], dim=1) for a, b in [foreign(2)] * 3]
+        routes = [RoutedExperts(ids=micro_batch, layers=range(4), num_experts=EXPERTS) for micro_batch in ids]
         both = nn.Sequential(*chunks)
-        given = (chunks, routes) if kind == "replay" else (chunks,)
-        with getattr(npu_replay, kind)(*given):
+        arguments = (chunks, routes) if kind == "replay" else (chunks,)
+        with getattr(npu_replay, kind)(*arguments):
             losses = []
             for seed in range(3):
                 x = tokens(seed).requires_grad_()
@@ -145,7 +145,7 @@ def test_two_chunks_in_one_checkpoint_are_told_apart(
             for part in [losses] if order == "sum" else [[losses[number]] for number in (1, 2, 0)]:
                 sum(part).backward()
             del losses, part
-        return [one.grad.clone() for one in both.parameters()]
+        return [parameter.grad.clone() for parameter in both.parameters()]
 
     assert all(map(torch.equal, run(recompute=True), run(recompute=False)))
 
@@ -268,7 +268,7 @@ def test_the_innermost_that_runs_again_tells_the_micro_batch(layers: str, kind: 
                 losses.pop().backward()
             del outer
             assert not losses
-        return [one.grad.clone() for one in model.parameters()]
+        return [parameter.grad.clone() for parameter in model.parameters()]
 
     assert all(map(torch.equal, run(recompute=True), run(recompute=False)))
 
@@ -359,8 +359,8 @@ def test_any_of_them_in_any_other(seed: int) -> None:
     for layer in model.layers:
         layer.forward = nested(layer.forward, inner)
     with set_checkpoint_early_stop(early_stop):
-        found = gradients(kind, model, loss, order)
-    close(found, expected)
+        actual = gradients(kind, model, loss, order)
+    close(actual, expected)
 
 
 # Exceptions, interrupts, and forwards in forwards

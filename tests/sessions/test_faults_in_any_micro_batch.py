@@ -97,8 +97,8 @@ def draw(bed: str, fault: str, number: int, *, again: bool = False) -> Case:
         grads = [chance.random() < share for _ in range(count)]
         if again and not any(grads):
             grads[-1] = True
-    may = [one for one, grad in enumerate(grads) if grad or not again]
-    unchecked = [one for one in may if one & (one - 1)]
+    may = [index for index, grad in enumerate(grads) if grad or not again]
+    unchecked = [index for index in may if index & (index - 1)]
     return Case(
         seed,
         bed,
@@ -188,10 +188,10 @@ def figure_after(now: Now) -> Any:
 
 def ids_written(now: Now) -> Any:
     def instead(before: Callable[..., Any], scores: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = before(scores, *args, **kwargs)
+        output = before(scores, *args, **kwargs)
         if now.decides(scores):
-            now.write(found[1])
-        return found
+            now.write(output[1])
+        return output
 
     with now.topk(instead):
         return now.run()
@@ -438,7 +438,9 @@ class Run:
             with contextlib.suppress(*AGAIN):
                 call(tokens)
             self.failing = False
-            self.seen = [one for one in self.seen if (one.rows, one.phase) != (tokens.numel(), self.phase)]
+            self.seen = [
+                seen for seen in self.seen if (seen.rows, seen.phase) != (tokens.numel(), self.phase)
+            ]
         return call(tokens)
 
     def move(self) -> None:
@@ -452,35 +454,35 @@ class Run:
 
     def calls(self, micro_batch: int, layer: int, phase: int) -> list[Seen]:
         wanted = LEAST_ROWS + micro_batch, layer, phase
-        return [one for one in self.seen if (one.rows, one.layer, one.phase) == wanted]
+        return [seen for seen in self.seen if (seen.rows, seen.layer, seen.phase) == wanted]
 
     def untrue(self, block: Any) -> list[str]:
         """Where the experts got others than they should have."""
-        found = []
+        problems = []
         for number, grad in enumerate(self.case.grads):
             micro_batch = number % self.case.count
             phase = number // self.case.count
             for layer in range(len(self.bed.routers)):
                 calls = self.calls(micro_batch, layer, phase)
                 if (problem := self._untrue(block, micro_batch, phase, layer, calls, grad)) is not None:
-                    found.append(f"call {number}, router {layer}: {problem}")
-        return found
+                    problems.append(f"call {number}, router {layer}: {problem}")
+        return problems
 
     def _untrue(
         self, block: Any, micro_batch: int, phase: int, layer: int, calls: list[Seen], grad: bool
     ) -> str | None:
         case = self.case
-        if any(one.used is None for one in calls) or (not calls and case.fault != "not_called"):
+        if any(call.used is None for call in calls) or (not calls and case.fault != "not_called"):
             return "the experts got nothing"
         if not calls:
             return "no call" if case.kind != "pin_recompute" else None
         first = calls[0]
         rest = calls[1:]
-        if first.again or not all(one.again for one in rest):
+        if first.again or not all(call.again for call in rest):
             return "the calls are in no order"
         if grad and case.how is not None and not rest:
             return "nothing was recomputed"
-        if not all(torch.equal(one.used, first.used) for one in rest):
+        if not all(torch.equal(call.used, first.used) for call in rest):
             return "its recompute took others than its forward"
         if case.kind == "record" and not same_experts(block.routes[micro_batch], layer, first.used):
             return "recorded others than were used"
@@ -508,7 +510,7 @@ def _replace(undo: contextlib.ExitStack, module: Any, forward: Callable[..., Any
 def judge(case: Case) -> list[str]:
     """What is wrong with how this case went."""
     bed = bed_of(case.bed, case.how)
-    weights = [(one, one.detach().clone()) for module in bed.routers for one in [module.weight]]
+    weights = [(weight, weight.detach().clone()) for module in bed.routers for weight in [module.weight]]
     bed.model.zero_grad()
     run = Run(case, bed)
     if case.warmed:
@@ -535,42 +537,42 @@ def _judged(run: Run, block: Any, raised: BaseException | None) -> list[str]:
         if untrue:
             return [f"wrong in silence: {untrue[0]}" + (f" and {len(untrue) - 1} more" if untrue[1:] else "")]
         return ["passed, though it is wrong"] if wanted == "wrong" else []
-    said = f"{type(raised).__name__} in {' '.join(map(str, run.stage))}: {str(raised)[:160]}"
+    message = f"{type(raised).__name__} in {' '.join(map(str, run.stage))}: {str(raised)[:160]}"
     said_without_a_block = "modified by an inplace", "split_with_sizes"
     if (
         wanted == "open"
         and case.fault == "ids_written"
-        and any(one in str(raised) for one in said_without_a_block)
+        and any(words in str(raised) for words in said_without_a_block)
     ):
         return []  # torch's own, of what the router did
     if isinstance(raised, CheckpointError) and run.stage[0] == "backward":
         return []  # torch's own, of a recompute with other operations than its forward
     if not isinstance(raised, ReplayError):
-        return [f"raised no ReplayError, but {said}"]
+        return [f"raised no ReplayError, but {message}"]
     if wanted == "right":
-        return [f"refused, though it is right: {said}"]
+        return [f"refused, though it is right: {message}"]
     named = re.search(r"micro-batch (\d+)", raised.where)
     if named is None or int(named.group(1)) != case.at:
-        return [f"refused, but not by its place: {said}"]
+        return [f"refused, but not by its place: {message}"]
     # On leaving, and in a backward at the end, the number is that of all calls.
     what, number = run.stage
     if case.again or wanted == "open" or case.fault == "twice":  # which shows in a recompute alone
-        return [] if what == "backward" or number == case.at else [f"refused late: {said}"]
-    return [] if number in (case.at, case.at + 1) else [f"refused late: {said}"]
+        return [] if what == "backward" or number == case.at else [f"refused late: {message}"]
+    return [] if number in (case.at, case.at + 1) else [f"refused late: {message}"]
 
 
 def _left(bed: Bed) -> list[str]:
     """What is left of a case."""
-    found = []
+    traces = []
     if (torch.topk, torch.Tensor.topk) != NATIVE:
-        found.append("topk is replaced")
+        traces.append("topk is replaced")
     if modes := torch._C._len_torch_function_stack():
-        found.append(f"{modes} function modes are on")
+        traces.append(f"{modes} function modes are on")
     if left := hooks(bed.model):
-        found.append(f"{left} hooks on modules")
+        traces.append(f"{left} hooks on modules")
     if npu_replay.report().open_sessions:
-        found.append("open sessions")
-    return found
+        traces.append("open sessions")
+    return traces
 
 
 # The tests
@@ -589,9 +591,9 @@ CASES = {
 
 
 def check(cases: Sequence[Case]) -> None:
-    wrong = {case: found for case in cases if (found := judge(case))}
-    told = "\n".join(f"{case}: {'; '.join(found)}" for case, found in wrong.items())
-    assert not wrong, f"{len(wrong)} of {len(cases)} cases\n{told}"
+    wrong = {case: problems for case in cases if (problems := judge(case))}
+    report = "\n".join(f"{case}: {'; '.join(problems)}" for case, problems in wrong.items())
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases\n{report}"
 
 
 @pytest.mark.parametrize(
@@ -633,7 +635,7 @@ def test_a_compiled_function_around_one_micro_batch_is_never_wrong_in_silence(ki
     bed = toy(masked=False)
     model: Any = bed.model
     layer = model.body.layers[1]
-    micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + one)) for one in range(6)]
+    micro_batches = [torch.randint(VOCABULARY, (1, LEAST_ROWS + number)) for number in range(6)]
     rows = [ids.numel() for ids in micro_batches]
     routes = [random_routes(rows, range(3), bed.experts, bed.topk, seed=5)] if kind == "replay" else []
     with torch.no_grad(), getattr(npu_replay, kind)(model, *routes) as eager:

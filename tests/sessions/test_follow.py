@@ -56,11 +56,11 @@ def padded(sequences: Sequence[torch.Tensor], left: int = 0, right: int = 0, pos
     ids = torch.randint(2, 500, (len(sequences), width))  # padding is anything
     mask = torch.zeros_like(ids)
     places = []
-    for row, one in enumerate(sequences):
-        first = left if right or not left else width - len(one)
-        ids[row, first : first + len(one)] = one
-        mask[row, first : first + len(one)] = 1
-        places.append(row * width + first + torch.arange(len(one)))
+    for row, sequence in enumerate(sequences):
+        first = left if right or not left else width - len(sequence)
+        ids[row, first : first + len(sequence)] = sequence
+        mask[row, first : first + len(sequence)] = 1
+        places.append(row * width + first + torch.arange(len(sequence)))
     fed = {"input_ids": ids, "attention_mask": mask}
     if positions:  # as OpenRLHF has them
         fed["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
@@ -70,7 +70,7 @@ def padded(sequences: Sequence[torch.Tensor], left: int = 0, right: int = 0, pos
 def packed(sequences: Sequence[torch.Tensor], end: int = 0, bounds: bool = False) -> Fed:
     """[1, tokens]; told by position_ids, or by cumulative lengths; with padding at its end, at position 0 or
     behind the last length."""
-    lengths = [len(one) for one in sequences]
+    lengths = [len(sequence) for sequence in sequences]
     positions = torch.cat([*(torch.arange(length) for length in lengths), torch.zeros(end, dtype=torch.long)])
     starts = torch.tensor([0, *lengths]).cumsum(0)
     fed = {"input_ids": torch.cat([*sequences, torch.zeros(end, dtype=torch.long)])[None]}
@@ -118,7 +118,7 @@ class Seen:
     def __init__(self, of: Any, own: bool = True) -> None:
         self._own = own
         self.calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        gates = [one for path, one in of.named_modules() if path.endswith("mlp.gate")]
+        gates = [module for path, module in of.named_modules() if path.endswith("mlp.gate")]
         assert len(gates) == LAYERS
         self._handles = [
             gate.register_forward_hook(lambda gate, args, out, layer=layer: self._saw(layer, gate, args, out))
@@ -126,7 +126,7 @@ class Seen:
         ]
 
     def _saw(self, layer: int, gate: Any, args: Any, out: Any) -> None:
-        ids = next(one for one in out if one.dtype == torch.int64).detach()
+        ids = next(tensor for tensor in out if tensor.dtype == torch.int64).detach()
         own = (args[0].reshape(len(ids), -1) @ gate.weight.T).topk(TOPK).indices if self._own else ids
         self.calls.append((layer, ids.sort(1).values, own.sort(1).values))
 
@@ -198,8 +198,8 @@ def test_an_update_takes_what_was_recorded_in_whatever_layout(
         wanted: dict[int, list[torch.Tensor]] = {}
         for part in ([0, 1, 2], [3, 4]):
             without = torch.inference_mode if before == "packed" else torch.no_grad
-            found = record(followed, LAYOUTS[before]([sequences[n] for n in part]), seen, without)
-            wanted |= dict(zip(part, found, strict=True))
+            chosen = record(followed, LAYOUTS[before]([sequences[n] for n in part]), seen, without)
+            wanted |= dict(zip(part, chosen, strict=True))
         move(followed)
         parts = [[4, 0], [3, 2, 1]] if after != "one by one" else [[n] for n in (3, 0, 4, 1, 2)]
         for part in parts:
@@ -312,9 +312,9 @@ def test_a_pass_between_updates_that_becomes_the_record_is_said_once(
             learn(followed, fed)
             assert_replayed(seen, fed, wanted if way == "paused" else measured)
             seen.calls.clear()
-    said = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert len(said) == (way != "paused")
-    assert all("between two updates" in one and "5 sequences" in one for one in said)
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+    assert len(warnings) == (way != "paused")
+    assert all("between two updates" in warning and "5 sequences" in warning for warning in warnings)
 
 
 def trace(following: Any) -> dict[str, float]:
@@ -378,11 +378,11 @@ def test_a_call_that_cannot_be_followed_is_an_error(followed: Any, what: str, gr
     (call, message) = BAD[what]
     with npu_replay.follow(followed) as following:
         record(followed, padded(texts()))
-        held = trace(following)
+        before = trace(following)
         with pytest.raises(MicroBatchError, match=message) as caught, torch.set_grad_enabled(grad):
             followed(**call())
         assert "micro-batch 1" in str(caught.value)
-        assert trace(following) == held
+        assert trace(following) == before
         learn(followed, padded(texts()))  # and what follows is in order
 
 
@@ -419,7 +419,7 @@ def test_a_rollouts_routes_in_eval_mode_are_never_left_alone_in_silence(
                 got = record(followed, fed, seen)
             assert all(torch.equal(got[4][n][:-1], ids[:, n]) == eval_mode for n in range(LAYERS))
             assert following.left_alone == {"while paused": 1} | ({} if eval_mode else {"in eval mode": 2})
-        warned = [one for one in caplog.messages if "follow(model, eval_mode=True)" in one]
+        warned = [message for message in caplog.messages if "follow(model, eval_mode=True)" in message]
         assert len(warned) == (not eval_mode)
 
 
@@ -472,10 +472,10 @@ def test_the_store_is_bounded_and_says_what_it_dropped(
 ) -> None:
     sequences = texts()
     size = LAYERS * TOPK + 1  # bytes a token
-    room = sum(len(one) for one in sequences[1:]) * size
+    room = sum(len(sequence) for sequence in sequences[1:]) * size
     with npu_replay.follow(followed, max_bytes=room) as following, caplog.at_level(logging.WARNING):
-        for one in sequences:
-            record(followed, padded([one]))
+        for sequence in sequences:
+            record(followed, padded([sequence]))
         metrics = following.metrics()
         assert (metrics["held"], metrics["dropped"], metrics["held_bytes"]) == (4, 1, room)
         assert "the oldest are dropped" in caplog.text
@@ -515,9 +515,9 @@ def test_a_rollout_s_routes_are_replayed_in_every_pass_and_stay(followed: Any) -
     fed = padded(sequences, left=2, right=1)
     seen = Seen(followed)
     with npu_replay.follow(followed) as following:
-        given = {}
+        rollouts = {}
         for at in (1, 3):
-            routes, given[at] = rollout(sequences[at], seed=at)
+            routes, rollouts[at] = rollout(sequences[at], seed=at)
             following.put(routes, sequences[at])
         recorded = record(followed, fed, seen)
         move(followed)
@@ -527,9 +527,9 @@ def test_a_rollout_s_routes_are_replayed_in_every_pass_and_stay(followed: Any) -
         assert following.metrics()["replayed"] == 2 + 5
     for at in range(5):
         for layer in range(LAYERS):
-            if at in given:
-                assert torch.equal(recorded[at][layer][:-1], given[at][:, layer])
-                assert torch.equal(updated[at][layer][:-1], given[at][:, layer])
+            if at in rollouts:
+                assert torch.equal(recorded[at][layer][:-1], rollouts[at][:, layer])
+                assert torch.equal(updated[at][layer][:-1], rollouts[at][:, layer])
             else:
                 assert torch.equal(updated[at][layer], recorded[at][layer])
 
@@ -625,6 +625,6 @@ def test_a_long_run_holds_nothing_but_its_store() -> None:
         for _ in range(20):
             record(followed, fed)
             learn(followed, fed)
-            counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+            counts.append(sum(isinstance(value, torch.Tensor) for value in gc.get_objects()))
     gc.unfreeze()
     assert max(counts[10:]) <= max(counts[5:10])

@@ -23,15 +23,15 @@ Call = dict[str, Any]
 
 def recorded(model: Any, *calls: Call) -> list[RoutedExperts]:
     with torch.no_grad(), npu_replay.record(model) as recording:
-        for one in calls:
-            model(**one)
+        for arguments in calls:
+            model(**arguments)
     return recording.routes
 
 
 def replayed(model: Any, routes: list[RoutedExperts], *calls: Call) -> dict[str, float]:
     with npu_replay.replay(model, routes) as session:
-        for one in calls:
-            model(**one).logits.sum().backward()
+        for arguments in calls:
+            model(**arguments).logits.sum().backward()
     return session.metrics()
 
 
@@ -47,8 +47,8 @@ def test_a_block_on_an_inner_module_says_that_no_tokens_were_compared(
     with caplog.at_level(logging.WARNING), npu_replay.replay(model.model.language_model, routes) as session:
         model(**first)
     assert session.metrics()["tokens_compared"] == 0
-    (said,) = caplog.messages
-    assert "Open the block on the one that is" in said
+    (message,) = caplog.messages
+    assert "Open the block on the one that is" in message
     caplog.clear()
     model.model.language_model.pre_process = False  # as Megatron's later pipeline stages have it
     with npu_replay.replay(model.model.language_model, routes):
@@ -92,8 +92,8 @@ KINDS: dict[str, tuple[Sample, Sample, Sample]] = {
 def test_follow_finds_each_image_in_whatever_batch(what: str, before: str, after: str) -> None:
     model = make()
     samples = KINDS[what]
-    alone = recorded(model, *(call(one) for one in samples))
-    truth = {id(one): routes for one, routes in zip(samples, alone, strict=True)}
+    alone = recorded(model, *(call(entry) for entry in samples))
+    truth = {id(entry): routes for entry, routes in zip(samples, alone, strict=True)}
     seen = chosen(model)
     with npu_replay.follow(model) as following:
         for part in TOGETHER[before](*samples):
@@ -105,8 +105,8 @@ def test_follow_finds_each_image_in_whatever_batch(what: str, before: str, after
             fed = call(*part, left=1)
             model(**fed).logits.sum().backward()
             rows = seen[0].view(*fed["input_ids"].shape, TOPK)
-            for row, (one, mask) in enumerate(zip(part, fed["attention_mask"].bool(), strict=True)):
-                ids = truth[id(one)].layer_ids(LAYERS - 1).long().sort(1).values
+            for row, (entry, mask) in enumerate(zip(part, fed["attention_mask"].bool(), strict=True)):
+                ids = truth[id(entry)].layer_ids(LAYERS - 1).long().sort(1).values
                 assert torch.equal(rows[row][mask], ids)
         assert following.metrics()["held"] == following.metrics()["recorded"] == 3
 
@@ -118,7 +118,7 @@ IMAGE = 8
 def fed(*samples: tuple[list[int], dict[str, list[torch.Tensor]]], **special: int) -> list[int]:
     """The fingerprints of a call with these samples, packed; each input has a row a tensor of theirs."""
     names = {
-        name: [one for _, inputs in samples for one in inputs.get(name, [])]
+        name: [tensor for _, inputs in samples for tensor in inputs.get(name, [])]
         for _, by in samples
         for name in by
     }
@@ -156,7 +156,7 @@ FAMILIES: dict[str, list[tuple[list[int], dict[str, list[torch.Tensor]]]]] = {
 def test_a_sample_has_one_fingerprint_in_whatever_call_and_no_other_sample_has_it(what: str) -> None:
     samples = FAMILIES[what]
     special = {"audio": AUDIO, "image": IMAGE}
-    alone = [fed(one, **special)[0] for one in samples]
+    alone = [fed(entry, **special)[0] for entry in samples]
     assert len({*alone}) == len(samples)
     for order in itertools.permutations(range(len(samples))):
         assert fed(*(samples[n] for n in order), **special) == [alone[n] for n in order]
@@ -164,11 +164,11 @@ def test_a_sample_has_one_fingerprint_in_whatever_call_and_no_other_sample_has_i
 
 def test_inputs_that_cannot_be_dealt_out_never_make_two_samples_one() -> None:
     """Nothing says which token stands for them: the same call is found again, and no other."""
-    one, other, _ = FAMILIES["clips and images (Gemma3n)"]
-    first = fed(one, other)
+    first_sample, other, _ = FAMILIES["clips and images (Gemma3n)"]
+    first = fed(first_sample, other)
     assert first[0] != first[1]
-    assert fed(one, other) == first
-    assert not {*fed(other, one), *fed(one), *fed(other)} & {*first}
+    assert fed(first_sample, other) == first
+    assert not {*fed(other, first_sample), *fed(first_sample), *fed(other)} & {*first}
 
 
 def rollout(of: Sample, seed: int) -> RoutedExperts:
@@ -181,10 +181,10 @@ def rollout(of: Sample, seed: int) -> RoutedExperts:
 
 def test_rollouts_of_the_same_tokens_need_a_key_and_are_found_by_it() -> None:
     model = make()
-    one = sample(1)
+    first_sample = sample(1)
     other = sample(2)
     seen = chosen(model)
-    first = rollout(one, 1)
+    first = rollout(first_sample, 1)
     second = rollout(other, 2)
     with npu_replay.follow(model, mode="R3") as following:
         following.put(first)
@@ -195,11 +195,11 @@ def test_rollouts_of_the_same_tokens_need_a_key_and_are_found_by_it() -> None:
         following.put(second, other[0], sample_key=7)
         for keys, routes in ((["a", 7], (first, second)), ([7, "a"], (second, first))):
             seen.clear()
-            model(**call(one, other), sample_key=keys).logits.sum().backward()
+            model(**call(first_sample, other), sample_key=keys).logits.sum().backward()
             expected = torch.cat([each.layer_ids(LAYERS - 1).long().sort(1).values for each in routes])
             assert torch.equal(seen[0], expected)
         with pytest.raises(MicroBatchError, match="no routes are known"):
-            model(**call(one), sample_key=["b"], use_cache=False)
+            model(**call(first_sample), sample_key=["b"], use_cache=False)
         for keys in (["a"], "ab"):
             with pytest.raises(ReplayError, match="another number of sample keys"):
-                model(**call(one, other), sample_key=keys)
+                model(**call(first_sample, other), sample_key=keys)

@@ -90,7 +90,9 @@ def test_the_shown_code_records_and_replays_a_model_of_unlike_layers(
     with torch.no_grad():
         exec(shown_code(caught.value), names)
     recorded = [part.routes[0] for part in names["parts"]]
-    assert [(one.topk, one.num_experts) for one in recorded] == list(zip(topks, experts, strict=True))
+    assert [(routes.topk, routes.num_experts) for routes in recorded] == list(
+        zip(topks, experts, strict=True)
+    )
     routers = npu_replay.routers.find([model])[0]
     with torch.no_grad():
         for router in routers:
@@ -100,8 +102,8 @@ def test_the_shown_code_records_and_replays_a_model_of_unlike_layers(
             stack.enter_context(npu_replay.replay(router.module, part.routes))
         witnesses = [stack.enter_context(npu_replay.observe(router.module)) for router in routers]
         model(batch()).logits.sum().backward()
-    for seen, one in zip(witnesses, recorded, strict=True):
-        assert torch.equal(seen.shown[0].ids.long().sort().values, one.ids.long().sort().values)
+    for seen, routes in zip(witnesses, recorded, strict=True):
+        assert torch.equal(seen.shown[0].ids.long().sort().values, routes.ids.long().sort().values)
 
 
 @PARTS

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("toy_routers")
 def own(model: Any, *inputs: torch.Tensor) -> list[RoutedExperts]:
     """What the model's routers choose, as an engine would have handed it over."""
     with torch.no_grad(), npu_replay.record(model) as recording:
-        for one in inputs:
-            model(one)
+        for batch in inputs:
+            model(batch)
     return [of_engine(routes.ids, routes) for routes in recording.routes]
 
 
@@ -47,8 +47,8 @@ def flipped(right: RoutedExperts, share: float) -> torch.Tensor:
 
 def run(model: Any, routes: list[RoutedExperts], *inputs: torch.Tensor, **options: Any) -> dict[str, float]:
     with npu_replay.replay(model, routes, **options) as session:
-        for one in inputs:
-            model(one).sum().backward()
+        for batch in inputs:
+            model(batch).sum().backward()
     return session.metrics()
 
 
@@ -98,8 +98,8 @@ def test_an_engines_routes_are_refused_and_those_made_by_hand_get_one_warning(
         run(model, [random(RUN)], inputs)
     by_hand = random(RUN).with_known(from_engine=False)
     assert 0.1 < run(model, [by_hand] * 3, inputs, inputs, inputs)["overlap"] < 0.3
-    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert re.search(r"micro-batch 0, .*choose \d\d % .*chance gives [12]\d %.*from_engine=True", said)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.search(r"micro-batch 0, .*choose \d\d % .*chance gives [12]\d %.*from_engine=True", warning)
     caplog.clear()
     assert run(model, [right.with_known(from_engine=False)], inputs)["overlap"] == 1.0
     assert "overlap" not in run(model, [by_hand], inputs, min_overlap=0)
@@ -185,8 +185,8 @@ def test_every_checked_micro_batch_is_judged_and_no_other_costs_a_top_k() -> Non
             run(model, wrong, *inputs)
     unseen = [*right[:3], random(RUN), *right[4:]]
     with npu_replay.replay(model, unseen) as session:
-        for one in inputs:
-            model(one).sum().backward()
+        for batch in inputs:
+            model(batch).sum().backward()
     assert session.metrics()["overlap"] == 1.0
     assert session.counts()["given"] == 5 * RUN * 2 * TOPK
     with pytest.raises(MicroBatchError, match=rf"micro-batch 3, .*{FAR}"):  # a limit of one's own judges all

@@ -40,7 +40,9 @@ def texts(count: int, seed: int) -> list[torch.Tensor]:
 
 def update(model: Any, steps: int, rate: float) -> Any:
     """The model after so many steps of AdamW on texts of the language."""
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=rate
+    )
     for batch in texts(steps, seed=3):
         optimizer.zero_grad()
         model(batch, labels=batch, use_cache=False).loss.backward()
@@ -85,16 +87,16 @@ def noisy(model: Any) -> Any:
 
 # The trainer's model and the engine's, of a policy.
 ROUTERS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "trained, bfloat16": ("trained", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
-    "trained, 8 bits": ("trained", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 8)),
-    "trained, 4 bits": ("trained", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 4)),
+    "trained, bfloat16": ("trained", copy.deepcopy, lambda model: copy.deepcopy(model).bfloat16()),
+    "trained, 8 bits": ("trained", copy.deepcopy, lambda model: rounded(copy.deepcopy(model), 8)),
+    "trained, 4 bits": ("trained", copy.deepcopy, lambda model: rounded(copy.deepcopy(model), 4)),
     "trained, noise of 1 %": ("trained", noisy, copy.deepcopy),
-    "untrained, bfloat16": ("untrained", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
-    "untrained, 4 bits": ("untrained", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 4)),
-    "near-uniform, bfloat16": ("near-uniform", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
-    "biased, in groups, bfloat16": ("biased", copy.deepcopy, lambda one: copy.deepcopy(one).bfloat16()),
-    "biased, in groups, 8 bits": ("biased", copy.deepcopy, lambda one: rounded(copy.deepcopy(one), 8)),
-    "LoRA in the trainer alone": ("trained", with_adapters, lambda one: copy.deepcopy(one).bfloat16()),
+    "untrained, bfloat16": ("untrained", copy.deepcopy, lambda model: copy.deepcopy(model).bfloat16()),
+    "untrained, 4 bits": ("untrained", copy.deepcopy, lambda model: rounded(copy.deepcopy(model), 4)),
+    "near-uniform, bfloat16": ("near-uniform", copy.deepcopy, lambda model: copy.deepcopy(model).bfloat16()),
+    "biased, in groups, bfloat16": ("biased", copy.deepcopy, lambda model: copy.deepcopy(model).bfloat16()),
+    "biased, in groups, 8 bits": ("biased", copy.deepcopy, lambda model: rounded(copy.deepcopy(model), 8)),
+    "LoRA in the trainer alone": ("trained", with_adapters, lambda model: copy.deepcopy(model).bfloat16()),
 }
 """By name, the policy, and how the trainer's model and the engine's are made of it."""
 

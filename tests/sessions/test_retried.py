@@ -152,16 +152,16 @@ def routes(of: ToyModel) -> list[RoutedExperts]:
         for number in range(MICRO_BATCHES):
             of(tokens(number, ROWS))
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for one in recording.routes:
-        other = torch.rand(*one.ids.shape[:2], EXPERTS, generator=generator).topk(TOPK).indices
+    mixed = []
+    for own in recording.routes:
+        other = torch.rand(*own.ids.shape[:2], EXPERTS, generator=generator).topk(TOPK).indices
         half = torch.rand(ROWS, 1, 1, generator=generator) < 0.5
-        ids = torch.where(half, one.ids.long(), other)
+        ids = torch.where(half, own.ids.long(), other)
         kept = torch.arange(ROWS) % 5 != 0
-        found.append(
-            RoutedExperts(ids=ids, layers=one.layers, num_experts=EXPERTS, recorded=kept, from_engine=True)
+        mixed.append(
+            RoutedExperts(ids=ids, layers=own.layers, num_experts=EXPERTS, recorded=kept, from_engine=True)
         )
-    return found
+    return mixed
 
 
 LOOPS: dict[str, Callable[[ToyModel, list[RoutedExperts]], Any]] = {
@@ -241,13 +241,13 @@ def test_an_error_of_one_chunk_that_waits_leaves_nothing_to_be_judged_with_the_n
         ToyModel(ToyRouter(layer=2), ToyRouter(layer=3)),
     ]
     ids = torch.rand(80, 4, EXPERTS, generator=torch.Generator().manual_seed(0)).topk(TOPK).indices
-    given = RoutedExperts(ids=ids, layers=range(4), num_experts=EXPERTS, from_engine=True)
+    engine_routes = RoutedExperts(ids=ids, layers=range(4), num_experts=EXPERTS, from_engine=True)
     with (
         pytest.raises(NoEffect, match="layer 1"),
         StepReplay(chunks, errors_wait=True, min_overlap=0.001, live_mismatch=True) as session,
     ):
         for chunk, part in enumerate(chunks):
-            session.give(chunk, given.only(session.labels(chunk)))
+            session.give(chunk, engine_routes.only(session.labels(chunk)))
             part(tokens(chunk, 80))
         assert "layer 1" in str(session.errors.first)
         assert session.counts()["given"] == 2 * 80 * TOPK, "the second chunk alone"
@@ -258,9 +258,9 @@ def test_an_error_of_one_chunk_that_waits_leaves_nothing_to_be_judged_with_the_n
 def test_a_micro_batch_that_is_left_out_is_passed_over(skipped: list[int]) -> None:
     """One with a bad loss, say, or all that are left after PPO's early stop."""
     of = ToyModel()
-    given = foreign(MICRO_BATCHES)
+    micro_batches = foreign(MICRO_BATCHES)
     early = skipped == [*range(skipped[0], MICRO_BATCHES)]
-    with npu_replay.observe(of) as seen, npu_replay.replay(of, given) as session:
+    with npu_replay.observe(of) as seen, npu_replay.replay(of, micro_batches) as session:
         for number in range(MICRO_BATCHES):
             if number not in skipped:
                 of(tokens(number)).sum().backward()
@@ -268,7 +268,7 @@ def test_a_micro_batch_that_is_left_out_is_passed_over(skipped: list[int]) -> No
                 session.skip()
             elif number == skipped[0]:
                 session.skip(None)
-    ran = [one for number, one in enumerate(given) if number not in skipped]
+    ran = [micro_batch for number, micro_batch in enumerate(micro_batches) if number not in skipped]
     assert npu_replay.compare(ran, seen.shown).router_mismatch == 0
     figures = session.metrics()
     assert (figures["micro_batches"], figures["rows"]) == (len(ran), sum(map(len, ran)))

@@ -298,7 +298,7 @@ def test_a_replay_of_its_own_record_changes_nothing(how: str) -> None:
 
 def of_a_view(scores: Scores, out: torch.Tensor) -> Scores:
     """As torchtitan's router masks: a view [rows, groups, experts of a group], by a mask of groups."""
-    parts, outside = (one.unflatten(1, (4, -1)) for one in (scores, out))
+    parts, outside = (tensor.unflatten(1, (4, -1)) for tensor in (scores, out))
     return parts.masked_fill(outside[..., :1], float("-inf")).flatten(1)
 
 

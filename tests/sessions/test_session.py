@@ -330,7 +330,7 @@ def test_little_is_held_where_a_graph_is_always_in_flight(how: str | None, kind:
             losses.append(model(tokens(seed).requires_grad_()).square().mean())
             if len(losses) > 2:
                 losses.pop(0).backward()
-            counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+            counts.append(sum(isinstance(value, torch.Tensor) for value in gc.get_objects()))
         for loss in losses:
             loss.backward()
     assert max(counts[20:]) <= max(counts[5:20])
@@ -396,7 +396,7 @@ def test_no_mode_of_anybodys_sees_our_own_operations(number: int, kind: str, dro
         checkpointed().backward()
     checkpointed()
     # The checkpoint itself detaches in its recompute; a gather is what a top-k is answered with.
-    forward, again, untouched = ([name for name in one if "detach" not in name] for one in passes)
+    forward, again, untouched = ([name for name in names if "detach" not in name] for names in passes)
     assert forward == again
     answered = [name.replace("topk", "gather") for name in untouched]
     assert [name for name in forward if "topk" not in name] == answered
@@ -427,7 +427,7 @@ def test_a_copy_made_inside_a_block_is_a_plain_model(how: str, kind: str) -> Non
     assert hooks(model) == 0
     del model, block
     gc.collect()
-    assert [one() for one in alive] == [None, None]
+    assert [ref() for ref in alive] == [None, None]
     assert torch.equal(twin(tokens(3)), expected)
     assert len(recorded(twin)) == 1
 
@@ -520,9 +520,9 @@ def test_a_block_on_a_wrapper_whose_module_is_called_says_so(
     block: str, times: int, rows: int, recompute: str | None
 ) -> None:
     wrapper = nn.Sequential(ToyModel(recompute=recompute))
-    given = (foreign(2),) if block == "replay" else ()
+    arguments = (foreign(2),) if block == "replay" else ()
     wrong = pytest.raises(ReplayError, match="given a wrapper, and the loop calls the module inside it")
-    with wrong, getattr(npu_replay, block)(wrapper, *given):
+    with wrong, getattr(npu_replay, block)(wrapper, *arguments):
         for seed in range(times):
             wrapper[0](tokens(seed, rows).requires_grad_()).sum().backward()
 
@@ -555,14 +555,14 @@ def test_an_ended_block_keeps_its_results_alone(how: str | None, kind: str) -> N
 
     def tensors() -> int:
         gc.collect()
-        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+        return sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
 
-    held = tensors()
+    before = tensors()
     session = None
     of_the_routes = (
         0 if results else 2 * 5
     )  # a replay has its routes until it goes: ids and which are recorded
-    assert held - tensors() <= of_the_routes
+    assert before - tensors() <= of_the_routes
 
 
 # Never entered
@@ -579,7 +579,7 @@ OPENS: dict[str, Callable[[ToyModel], Any]] = {
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     gc.collect()
-    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPENS if kind != "observe"])
@@ -625,7 +625,7 @@ def test_an_open_block_that_nobody_keeps_ends_at_once_and_says_so(
         assert not hooks(model)
     finally:
         gc.enable()
-    assert [one for one in warnings(caplog) if f"an open {kind}() was dropped" in one]
+    assert [warning for warning in warnings(caplog) if f"an open {kind}() was dropped" in warning]
 
 
 SCRIPT = """

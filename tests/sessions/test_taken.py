@@ -76,11 +76,11 @@ USES = (by_one_hot, by_cast, by_pairs)
 def test_a_block_is_recorded_bit_equal_and_its_experts_get_the_routes(use: Use, recompute: str) -> None:
     model = made(use, recompute)
     run(model, 0, 1)
-    own = [[one.sort().values for one in layer[:2]] for layer in taken(model)]
+    own = [[ids.sort().values for ids in layer[:2]] for layer in taken(model)]
     routes = check_own_record(model, partial(run, model, 0, 1))
     for layer, wanted in enumerate(own):
-        for number, one in enumerate(wanted):
-            assert torch.equal(routes[number].layer_ids(layer).long().sort().values, one)
+        for number, ids in enumerate(wanted):
+            assert torch.equal(routes[number].layer_ids(layer).long().sort().values, ids)
     others = foreign(2)
     for layer in taken(model):
         layer.clear()
@@ -89,7 +89,7 @@ def test_a_block_is_recorded_bit_equal_and_its_experts_get_the_routes(use: Use, 
     order = [0, 1] if recompute is None else [0, 1, 1, 0]  # backward begins with the last
     for layer, got in enumerate(taken(model)):
         assert [
-            torch.equal(one, others[n].layer_ids(layer).long()) for one, n in zip(got, order, strict=True)
+            torch.equal(ids, others[n].layer_ids(layer).long()) for ids, n in zip(got, order, strict=True)
         ] == [True] * len(order)
     assert hooks(model) == 0
 

@@ -85,8 +85,8 @@ def forward(model: ToyModel, number: int) -> torch.Tensor:
 
 def gradients(model: ToyModel) -> dict[str, torch.Tensor]:
     """By the names that parameters have without wrappers."""
-    found = {name.replace("inner.", ""): one.grad for name, one in model.named_parameters()}
-    return {name: one.clone() for name, one in found.items() if one is not None}
+    grads = {name.replace("inner.", ""): weight.grad for name, weight in model.named_parameters()}
+    return {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
 def untouched(kind: str, how: str | None, count: int = 2) -> dict[str, torch.Tensor]:
@@ -96,8 +96,8 @@ def untouched(kind: str, how: str | None, count: int = 2) -> dict[str, torch.Ten
     return gradients(model)
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+def same(grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return grads.keys() == expected.keys() and all(torch.equal(grads[name], expected[name]) for name in grads)
 
 
 # Before a forward
@@ -150,8 +150,8 @@ def test_what_is_replaced_in_a_wrapper_is_told() -> None:
 
 
 def other_class(model: ToyModel) -> None:
-    one = model.layers[0].router
-    one.__class__ = type("Sharded", (type(one),), {})
+    module = model.layers[0].router
+    module.__class__ = type("Sharded", (type(module),), {})
 
 
 def parametrized(model: ToyModel) -> None:
@@ -190,8 +190,8 @@ def test_what_leaves_the_router_where_it_is_changes_nothing(
         sum(losses).backward()
         if how is None:
             change(model)
-    found = {name: one.grad for name, one in weights.items() if one.grad is not None}
-    assert same(found, untouched(kind, how))
+    grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    assert same(grads, untouched(kind, how))
 
 
 # Nothing is left
@@ -269,8 +269,8 @@ def test_modules_inside_a_router_are_none_and_its_sisters_are() -> None:
     for layer in model.layers:
         layer.router.inner = ToyRouter()
     model.layers[0].router2 = ToyRouter()
-    found = [router.path for router in routers.find([model])[0]]
-    assert found == [
+    paths = [router.path for router in routers.find([model])[0]]
+    assert paths == [
         *("layers.0.router", "layers.0.router2"),
         *(f"layers.{number}.router" for number in range(1, 11)),
     ]
@@ -280,7 +280,7 @@ def test_routers_of_two_kinds_come_in_the_order_of_the_modules_or_of_their_layer
     """And the router of one kind that lies inside the router of another, registered later, is none."""
     model = nn.Sequential(ToyBlock(), ToyLayer(ToyRouter()), ToyBlock())
     model[2].gate = ToyRouter()
-    found = routers.find([model])[0]
-    assert [(router.path, router.label) for router in found] == [("0", 0), ("1.router", 1), ("2", 2)]
+    in_order = routers.find([model])[0]
+    assert [(router.path, router.label) for router in in_order] == [("0", 0), ("1.router", 1), ("2", 2)]
     by_label = routers.find([ToyModel(ToyRouter(layer=4), ToyRouter(layer=3))])[0]
     assert [router.label for router in by_label] == [3, 4]

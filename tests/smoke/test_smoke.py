@@ -48,7 +48,7 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--tp", "2", "--pp", "2"],
@@ -60,11 +60,13 @@ def test_the_model_fits_its_split(sizes: dict[str, int]) -> None:
         (["--out", __file__], "the file is there already"),
     ],
 )
-def test_what_cant_be_run_exits_2(monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_what_cant_be_run_exits_2(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     result = invoke("smoke", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert said in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
 
 
 def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,12 +75,12 @@ def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [item for name in ("tp", "pp", "ep", "cp", "vp", "etp") for item in (f"--{name}", "3")]
     arguments += ["--recompute", "--device", "npu", "--json", "--out", "x.json", "--force"]
     arguments += ["--patience", "7"]
-    for given in ([], arguments):
-        result = invoke("smoke", "--debug", *given)
+    for extra in ([], arguments):
+        result = invoke("smoke", "--debug", *extra)
         assert result.exit_code == 0, result.output
-    default, told = map(vars, seen)
+    default, changed = map(vars, seen)
     assert default == vars(Options())
-    assert [name for name in default if default[name] == told[name]] == []
+    assert [name for name in default if default[name] == changed[name]] == []
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,8 @@ def test_a_start_that_fails_is_a_result_too(
     file = tmp_path / "smoke.json"
     assert smoke.main(Options(device="cpu", out=file)) == 1
     assert words in " ".join(capfd.readouterr().out.split())
-    found = json.loads(file.read_text())
-    assert [(one["feature"], one["result"]) for one in found["results"]] == [("start", FAIL)]
+    report = json.loads(file.read_text())
+    assert [(row["feature"], row["result"]) for row in report["results"]] == [("start", FAIL)]
 
 
 def test_what_adapts_megatron_is_imported_in_a_jobs_order(

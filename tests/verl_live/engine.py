@@ -50,9 +50,9 @@ def register(impl: Any) -> None:
                 output = super().forward_backward_batch(data, loss_function, forward_only)
             self._note(
                 kind="log-probs" if forward_only else "update",
-                tokens=[one.clone() for one in data["input_ids"].unbind()],
+                tokens=[ids.clone() for ids in data["input_ids"].unbind()],
                 routes=_routes_in(self, data),
-                shown=[(one.ids, one.layers) for one in seen.shown],
+                shown=[(micro_batch.ids, micro_batch.layers) for micro_batch in seen.shown],
             )
             return output
 
@@ -73,16 +73,16 @@ def _routes_in(engine: Any, data: Any) -> list[torch.Tensor]:
     rows = data["routed_experts"]
     references = references_in(data)
     if references is None:
-        return [one.clone() for one in rows.unbind()]
+        return [sample.clone() for sample in rows.unbind()]
     model = npu_replay.RoutedModel(
         layers=tuple(range(tiny.LAYERS)),
         num_layers=tiny.LAYERS,
         num_experts=qwen.EXPERTS,
         topk=qwen.TOPK,
     )
-    held = EngineAdapter.of(engine).routes
+    store = EngineAdapter.of(engine).routes
     keys = zip(keys_in(rows, references), rows.unbind(), strict=True)
-    return [held.of_sample(rows_of(key, len(one)), None, model).ids for key, one in keys]
+    return [store.of_sample(rows_of(key, len(sample)), None, model).ids for key, sample in keys]
 
 
 def _lend_optimizer() -> None:
@@ -97,8 +97,8 @@ def _lend_optimizer() -> None:
 
 def _type_on_cuda(self: torch.Tensor, *args: Any, _type: Any = torch.Tensor.type, **kwargs: Any) -> Any:
     """Megatron's optimizer for bfloat16 goes by the names of CUDA's tensors."""
-    found = _type(self, *args, **kwargs)
-    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+    name = _type(self, *args, **kwargs)
+    return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
 
 def _register_bridge() -> None:
@@ -132,5 +132,5 @@ def _register_bridge() -> None:
         def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
             name = re.sub(r"local_experts\.(\d+)\.(linear_fc\d\.weight)", r"\2\1", name)
             name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-            found: list[str] = super()._weight_name_mapping_mcore_to_hf(name)
-            return found
+            names: list[str] = super()._weight_name_mapping_mcore_to_hf(name)
+            return names

@@ -50,15 +50,15 @@ class Job:
 
     @cached_property
     def steps(self) -> list[Step]:
-        found: list[Step] = []
+        steps: list[Step] = []
         for path in sorted((self.folder / "notes").glob("*.pt")):
             note = torch.load(path)
             if note["kind"] == "weights":
-                found.append(Step(note["weights"], self.folder / "model"))
+                steps.append(Step(note["weights"], self.folder / "model"))
             else:
-                found[-1].passes.append(Pass(**note))
-        assert not found[-1].passes, "the last weights come after the last step"
-        return found
+                steps[-1].passes.append(Pass(**note))
+        assert not steps[-1].passes, "the last weights come after the last step"
+        return steps
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Pass:
         """What was shown, [tokens, layers, topk] of each sample."""
         assert all(list(layers) == list(range(tiny.LAYERS)) for _, layers in self.shown)
         rows = torch.cat([ids for ids, _ in self.shown])
-        return list(rows.split([len(one) for one in self.tokens]))
+        return list(rows.split([len(sample) for sample in self.tokens]))
 
 
 def like(folder: Path, weights: Tensors) -> Any:
@@ -161,15 +161,15 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patch.setitem(ENVIRONMENT, "VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))
         ended = start("verl_live.job:main", folder)
     logged = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = Job(folder, ended.output, logged)
-    assert [len(step.passes) for step in found.steps] == [3] * job.STEPS + [0]
-    return found
+    run = Job(folder, ended.output, logged)
+    assert [len(step.passes) for step in run.steps] == [3] * job.STEPS + [0]
+    return run
 
 
 def test_the_engines_rows_are_those_of_the_weights_it_was_given(trained: Job) -> None:
     """In each step: so verl's way of the weights back into the engine is whole, too."""
     for step, before in zip(trained.steps[:-1], [None, *trained.steps], strict=False):
-        (passed,) = (one for one in step.passes if one.kind == "log-probs")
+        (passed,) = (passed for passed in step.passes if passed.kind == "log-probs")
         assert len(passed.tokens) == job.PROMPTS * job.SAMPLES
         rows = 0
         wrong = 0
@@ -189,7 +189,7 @@ def test_the_engines_rows_are_those_of_the_weights_it_was_given(trained: Job) ->
 def test_every_pass_of_the_trainer_runs_with_the_engines_experts(trained: Job) -> None:
     """Read off the routers' outputs. The last token is its router's own: nothing comes after it."""
     for step in trained.steps:
-        kinds = [one.kind for one in step.passes]
+        kinds = [passed.kind for passed in step.passes]
         assert kinds == ["log-probs", "update", "update"][: len(kinds)]
         for passed in step.passes:
             shown = passed.by_sample()
@@ -210,13 +210,13 @@ def test_samples_with_a_tool_have_a_row_for_each_token(trained: Job) -> None:
     with_tool = [
         routes
         for step in trained.steps
-        for one in step.passes[:1]
-        for tokens, routes in zip(one.tokens, one.routes, strict=True)
+        for passed in step.passes[:1]
+        for tokens, routes in zip(passed.tokens, passed.routes, strict=True)
         if role in tokens[job.RESPONSE // 2 :]
     ]
     assert len(with_tool) > 3
     assert all(bool(known(routes)[:-1].all()) for routes in with_tool)
-    assert max(one["num_turns/max"] for one in trained.metrics) >= 4
+    assert max(metrics["num_turns/max"] for metrics in trained.metrics) >= 4
 
 
 def test_verls_metrics_say_what_was_replayed(trained: Job) -> None:
@@ -224,12 +224,12 @@ def test_verls_metrics_say_what_was_replayed(trained: Job) -> None:
     first = trained.metrics[0]["actor/npu_replay/live_mismatch"]
     assert 0 < first < 0.2, "bfloat16 against float32: some choices differ, and few"
     for step, metrics in zip(trained.steps, trained.metrics, strict=False):
-        updates = [one for one in step.passes if one.kind == "update"]
-        shares = [len(one.tokens) / sum(map(len, one.tokens)) for one in updates]
+        updates = [passed for passed in step.passes if passed.kind == "update"]
+        shares = [len(update.tokens) / sum(map(len, update.tokens)) for update in updates]
         assert metrics["actor/npu_replay/rows_without_route"] == pytest.approx(sum(shares) / len(shares))
         assert metrics["actor/npu_replay/bad_samples"] == 0
         assert abs(metrics["rollout_corr/k3_kl"]) < 1e-3
         assert metrics["actor/grad_norm"] > 0
-    said = [line for line in trained.output.splitlines() if "[npu_replay] R3:" in line]
-    assert len(said) == 1
-    assert "3 routers, 3 replayed" in said[0]
+    lines = [line for line in trained.output.splitlines() if "[npu_replay] R3:" in line]
+    assert len(lines) == 1
+    assert "3 routers, 3 replayed" in lines[0]

@@ -27,14 +27,14 @@ def tokenizer() -> Any:
     from tokenizers import AddedToken
 
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
-    found = qwen.tokenizer(words(), **special, additional_special_tokens=["<|im_start|>"])
-    found.add_tokens([AddedToken("\n", normalized=False)])
-    found.chat_template = (
+    result = qwen.tokenizer(words(), **special, additional_special_tokens=["<|im_start|>"])
+    result.add_tokens([AddedToken("\n", normalized=False)])
+    result.chat_template = (
         "{% for message in messages %}"
         "<|im_start|> {{ message['role'] }} \n {{ message['content'] }} <|im_end|> \n "
         "{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant \n {% endif %}"
     )
-    return found
+    return result
 
 
 def save(folder: Path) -> None:

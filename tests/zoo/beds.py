@@ -78,7 +78,7 @@ def transformers_model(family: str, layers: int = 2) -> Bed:
     from zoo import hugging_face
 
     model: Any = hugging_face.build(family, num_hidden_layers=layers, use_cache=False)
-    found = [router.module for router in routers.find([model])[0]]
+    modules = [router.module for router in routers.find([model])[0]]
 
     def changed(output: Any, chance: random.Random) -> Any:
         logits, scores, ids = output
@@ -87,10 +87,10 @@ def transformers_model(family: str, layers: int = 2) -> Bed:
     return Bed(
         model,
         lambda ids: model(input_ids=ids).logits.square().mean(),
-        [layer.mlp for layer in model.model.layers][-len(found) :],
-        found,
+        [layer.mlp for layer in model.model.layers][-len(modules) :],
+        modules,
         skipped=(lambda hidden: (hidden, None)) if family == "gpt_oss" else (lambda hidden: hidden),
-        used=lambda output: as_map(next(one for one in output if one.dtype == torch.int64), 8),
+        used=lambda output: as_map(next(tensor for tensor in output if tensor.dtype == torch.int64), 8),
         changed=changed,
     )
 
@@ -155,7 +155,7 @@ def bed_of(name: str, how: str | None) -> Bed:
     if isinstance(model, toys.TokenModel):
         model.body.recompute = how
     elif how is not None:
-        lists = (getattr(one, "layers", None) for one in model.modules())
-        for layer in next(one for one in lists if isinstance(one, nn.ModuleList)):
+        lists = (getattr(module, "layers", None) for module in model.modules())
+        for layer in next(layers for layers in lists if isinstance(layers, nn.ModuleList)):
             layer.forward = checkpointed(layer.forward, reentrant=how == "reentrant")
     return made

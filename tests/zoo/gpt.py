@@ -135,9 +135,9 @@ class Trainer:
 
 def random_routes(like: list[RoutedExperts], seed: int = 5) -> list[RoutedExperts]:
     """Routes that no router of this model would choose, laid out as these."""
-    one = like[0]
+    first = like[0]
     rows = [len(routes.ids) for routes in like]
-    return outcome.random_routes(rows, one.layers, one.num_experts, one.topk, seed)
+    return outcome.random_routes(rows, first.layers, first.num_experts, first.topk, seed)
 
 
 def check_foreign_routes(trainer: Trainer, plain: Trainer, order: str, *, drops: bool = False) -> None:

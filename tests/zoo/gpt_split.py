@@ -145,13 +145,14 @@ class Attention(nn.Module):
         from megatron.core import parallel_state
 
         if packed_seq_params is not None:
-            query, key, value = (one.unsqueeze(1) for one in (query, key, value))
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         rows = len(query)
         ranks = parallel_state.get_context_parallel_world_size()
         first = rows * parallel_state.get_context_parallel_rank()
         places = _places(rows * ranks, ranks, packed_seq_params)
         key, value = (
-            Gather.apply(one).repeat_interleave(query.shape[2] // one.shape[2], 2) for one in (key, value)
+            Gather.apply(tensor).repeat_interleave(query.shape[2] // tensor.shape[2], 2)
+            for tensor in (key, value)
         )
         scores = torch.einsum("qbnc,kbnc->bnqk", query, key) * self.scale
         mine = places[first : first + rows, None]
@@ -225,12 +226,12 @@ def build(split: Split, moe: Sequence[int] = EVERY, pattern: str = "", **changes
 
 def routers(chunks: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """The routers, by 0-based decoder layer of the model's Hugging Face config."""
-    found = {}
+    by_layer = {}
     for chunk in chunks:
-        places = {one.layer_number - 1: getattr(one, "mlp", None) for one in chunk.decoder.layers}
+        places = {layer.layer_number - 1: getattr(layer, "mlp", None) for layer in chunk.decoder.layers}
         label_of = getattr(chunk, "label_of", None) or {place: place for place in places}
-        found |= {label_of[place]: mlp.router for place, mlp in places.items() if hasattr(mlp, "router")}
-    return found
+        by_layer |= {label_of[place]: mlp.router for place, mlp in places.items() if hasattr(mlp, "router")}
+    return by_layer
 
 
 # Its weights and gradients
@@ -271,9 +272,9 @@ def gradients(chunks: Sequence[nn.Module], split: Split, weights: Tensors) -> Te
         elif weight.grad is not None:
             total[name].index_add_(*cut, weight.grad)
         weight.grad = None
-    flat = torch.cat([one.flatten() for one in total.values()])
+    flat = torch.cat([gradient.flatten() for gradient in total.values()])
     dist.all_reduce(flat)
-    pieces = flat.split([one.numel() for one in total.values()])
+    pieces = flat.split([gradient.numel() for gradient in total.values()])
     return {name: piece.view_as(total[name]) for name, piece in zip(total, pieces, strict=True)}
 
 
@@ -290,11 +291,11 @@ def _shards(
 def _whole_name(name: str, chunk: nn.Module, split: Split) -> str:
     """Layers and experts are numbered from 0 in each rank's model."""
 
-    def layer(found: re.Match[str]) -> str:
-        return f"layers.{chunk.decoder.layers[int(found[1])].layer_number - 1}."
+    def layer(match: re.Match[str]) -> str:
+        return f"layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
 
-    def expert(found: re.Match[str]) -> str:
-        return f"local_experts.{int(found[1]) + split.ranks['ep'] * EXPERTS // split.ep}."
+    def expert(match: re.Match[str]) -> str:
+        return f"local_experts.{int(match[1]) + split.ranks['ep'] * EXPERTS // split.ep}."
 
     return re.sub(r"local_experts\.(\d+)\.", expert, re.sub(r"layers\.(\d+)\.", layer, name))
 
@@ -345,7 +346,7 @@ class Batch:
             zip(self.numbers, sequences or [SEQUENCES[number] for number in self.numbers], strict=True)
         )
         return torch.tensor(
-            [[0 if one is None else int(ids[one[0]][one[1]]) for one in line] for line in self.grid]
+            [[0 if token is None else int(ids[token[0]][token[1]]) for token in line] for line in self.grid]
         )
 
 
@@ -367,7 +368,7 @@ def batch(
         for number, length in zip(numbers, padded, strict=True)
     ]
     grid = [[token for line in lines for token in line]] if packed else lines
-    wanted = [[_next(one) for one in line] for line in grid]
+    wanted = [[_next(token) for token in line] for line in grid]
     part = len(grid[0]) // split.tp
     columns = range(len(grid[0]))
     if split.tp > 1 and not gathers:
@@ -417,15 +418,15 @@ def step(
     """Run Megatron's own schedule over the micro-batches; return the loss of all ranks."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    one = batches[0]
+    first = batches[0]
     with torch.set_grad_enabled(not forward_only):
         losses = get_forward_backward_func()(
             forward_step_func=_forward,
             data_iterator=[iter(batches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(batches),
-            seq_length=len(one.grid[0]) * split.cp,
-            micro_batch_size=len(one.grid),
+            seq_length=len(first.grid[0]) * split.cp,
+            micro_batch_size=len(first.grid),
             forward_only=forward_only,
         )
     last = split.ranks["pp"] == split.pp - 1 and split.ranks["tp"] == 0  # the others know none, or the same
@@ -435,19 +436,19 @@ def step(
 
 
 def _forward(batches: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Any]:
-    one = next(batches)
-    tokens = one.fed()
+    micro_batch = next(batches)
+    tokens = micro_batch.fed()
     output = model(
         input_ids=tokens,
         position_ids=torch.arange(tokens.shape[1]).expand_as(tokens),
         attention_mask=None,
-        labels=one.labels,
-        packed_seq_params=one.packed,
+        labels=micro_batch.labels,
+        packed_seq_params=micro_batch.packed,
     )
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        total = (losses * one.counts).sum() / COUNTED
-        return total, one.counts.sum().int(), total.detach().clone()
+        total = (losses * micro_batch.counts).sum() / COUNTED
+        return total, micro_batch.counts.sum().int(), total.detach().clone()
 
     return output, loss
 

@@ -84,7 +84,7 @@ def train(model: nn.Module, order: str = "sum", count: int = 5, **inputs: Any) -
     model.zero_grad()
     losses = []
     device = next(model.parameters()).device
-    for batch in (one.to(device) for one in batches(count)):
+    for batch in (ids.to(device) for ids in batches(count)):
         losses.append(model(input_ids=batch, labels=batch, use_cache=False, **inputs).loss)
         if order == "each":
             losses[-1].backward()

@@ -140,7 +140,7 @@ def _build(
             max_sequence_length=length,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
-            **{next(one for one in names if one.endswith("_pattern")): pattern},
+            **{next(argument for argument in names if argument.endswith("_pattern")): pattern},
             **{f"{name.lower()}_stack_spec": spec},
             **({} if vp_stage is None else {"vp_stage": vp_stage}),
             **ends,

@@ -21,13 +21,13 @@ def gradients(model: nn.Module) -> Grads:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Are these losses and gradients, in lists however deep, equal to the last bit?"""
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return other is not None and torch.equal(one, other)
-    return bool(one == other)
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(same, value, other))
+    if isinstance(value, torch.Tensor):
+        return other is not None and torch.equal(value, other)
+    return bool(value == other)
 
 
 def hooks(model: nn.Module) -> int:
@@ -91,7 +91,7 @@ def random_routes(
     """Routes that no router would choose, one another for each micro-batch of so many rows."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.rand(count, len(layers), experts, generator=generator).topk(topk).indices for count in rows]
-    return [RoutedExperts(ids=one, layers=layers, num_experts=experts, **more) for one in ids]
+    return [RoutedExperts(ids=micro_batch, layers=layers, num_experts=experts, **more) for micro_batch in ids]
 
 
 def check_own_record(model: nn.Module, run: Callable[[], Any]) -> list[RoutedExperts]:

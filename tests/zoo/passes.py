@@ -64,11 +64,11 @@ class Passes:
             rows = [(ids[0, a:b], places[0, a:b]) for a, b in pairwise(starts)]
         else:
             kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
-            rows = [(one[keep], at[keep]) for one, at, keep in zip(ids, places, kept, strict=True)]
+            rows = [(tokens[keep], at[keep]) for tokens, at, keep in zip(ids, places, kept, strict=True)]
         self._rows = [(tuple(tokens.tolist()), at) for tokens, at in rows if len(tokens) > 1]
 
     def _routed(self, layer: int, gate: Any, args: Any, out: Any) -> None:
-        ids = next(one for one in out if one.dtype == torch.int64).detach()
+        ids = next(tensor for tensor in out if tensor.dtype == torch.int64).detach()
         hidden = args[0].detach().reshape(-1, args[0].shape[-1])
         live = torch.nn.functional.linear(hidden, gate.weight).topk(ids.shape[1]).indices
         self.recomputed += self.kind == "update" and torch._C._current_graph_task_id() != -1

@@ -50,7 +50,7 @@ def routers(model: nn.Module) -> dict[int, nn.Module]:
 
 def block_of(model: nn.Module, router: nn.Module) -> nn.Module:
     """The block that a router is in."""
-    return next(one for one in model.modules() if router in one.children())
+    return next(module for module in model.modules() if router in module.children())
 
 
 def other_routers(*models: nn.Module) -> AbstractContextManager[None]:
@@ -62,8 +62,8 @@ def other_routers(*models: nn.Module) -> AbstractContextManager[None]:
 
 def whole(tensor: Any) -> torch.Tensor:
     """All of a sharded tensor, on every rank."""
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
 
 
 # What the routers did
@@ -103,7 +103,7 @@ def witnessed(model: nn.Module) -> Iterator[list[Call]]:
     def chose(ids: torch.Tensor) -> None:
         calls.append(Call(running[0], fed[0], ids.detach().long().clone().reshape(len(fed[0]), TOPK)))
 
-    embedding = next(one for one in model.modules() if isinstance(one, nn.Embedding))
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     handles = [embedding.register_forward_hook(fed_with)]
     owner, name, place = _consumer()
     for layer, router in routers(model).items():
@@ -157,7 +157,7 @@ def check(
             assert len({*ids}) == TOPK
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (replica, seen))
-    of_replica = sum((found for rank, found in everyones if rank == replica), Counter())
+    of_replica = sum((counts for rank, counts in everyones if rank == replica), Counter())
     assert of_replica == Counter({(layer, token): times for layer in LABELS for token in known})
 
 

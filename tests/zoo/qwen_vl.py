@@ -81,6 +81,6 @@ def call(*samples: Sample, left: int = 0) -> dict[str, torch.Tensor]:
         ids[row, width - len(tokens) :] = tokens
         mask[row, width - len(tokens) :] = 1
     names = dict.fromkeys(name for _, inputs in samples for name in inputs)
-    joined = {name: torch.cat([one[name] for _, one in samples if name in one]) for name in names}
+    joined = {name: torch.cat([inputs[name] for _, inputs in samples if name in inputs]) for name in names}
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     return {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": kinds, **joined}

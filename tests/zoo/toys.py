@@ -77,7 +77,7 @@ class ToyModel(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         parts = parts or (ToyRouter(), ToyRouter())
-        self.layers = nn.ModuleList(ToyLayer(one) if isinstance(one, ToyRouter) else one for one in parts)
+        self.layers = nn.ModuleList(ToyLayer(part) if isinstance(part, ToyRouter) else part for part in parts)
         self.recompute = recompute
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5)

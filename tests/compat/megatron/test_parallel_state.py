@@ -57,14 +57,14 @@ def megatrons_stages(config: Any, at: Callable[..., None]) -> Stages:
 
     pp = config.pipeline_model_parallel_size
     vp = config.virtual_pipeline_model_parallel_size
-    found: Stages = {}
+    stages: Stages = {}
     for pp_rank, vp_rank in product(range(pp), range(vp or 1)):
         place = {"vp_stage": None if vp is None else vp_rank, "pp_rank": pp_rank}
         at(pp, pp_rank, vp, place["vp_stage"])
         count = get_num_layers_to_build(config, **takes(get_num_layers_to_build, **place))
         first = get_transformer_layer_offset(config, **takes(get_transformer_layer_offset, **place))
-        found[pp_rank, vp_rank] = tuple(range(first, first + count))
-    return found
+        stages[pp_rank, vp_rank] = tuple(range(first, first + count))
+    return stages
 
 
 def our_stages(config: Any) -> Stages:

@@ -69,14 +69,14 @@ def test_a_replay_of_a_recording_drops_the_tokens_that_were_dropped(
     with npu_replay.observe(trainer.model) as before:
         routes = recorded(trainer, "sum")
     by_position = variant == "capacity_position"
-    chosen = [RoutedExperts(ids=one.ids, layers=one.layers, num_experts=8) for one in routes]
+    chosen = [RoutedExperts(ids=part.ids, layers=part.layers, num_experts=8) for part in routes]
     assert npu_replay.compare(routes, before.shown).differing == 0
     assert npu_replay.compare([part.only([2]) for part in routes], before.shown).differing == 0
     assert npu_replay.compare(chosen, before.shown).differing > 0
-    for given, same_tokens in ((routes, True), (chosen, by_position)):
+    for replayed, same_tokens in ((routes, True), (chosen, by_position)):
         assert "drops tokens by their live probabilities" not in caplog.text
         calls.clear()
-        replay = npu_replay.replay(trainer.model, given)
+        replay = npu_replay.replay(trainer.model, replayed)
         with perturbed(trainer.model), npu_replay.observe(trainer.model) as shown, replay as session:
             trainer.run("sum")
         apart = npu_replay.compare(before.shown, shown.shown)
@@ -150,7 +150,7 @@ def test_two_live_models_of_one_config_object_keep_their_own_routes() -> None:
     with npu_replay.record(actor.model) as recording, npu_replay.record(reference.model) as beside:
         actor.run("sum")
         assert same(reference.run("sum"), untouched)
-    assert [len(one.routes) for one in (recording, beside)] == [MICRO_BATCHES] * 2
+    assert [len(session.routes) for session in (recording, beside)] == [MICRO_BATCHES] * 2
     assert recording.routes != beside.routes
     foreign = random_routes(recording.routes)
     with npu_replay.replay(actor.model, foreign), npu_replay.observe(actor.model) as seen:

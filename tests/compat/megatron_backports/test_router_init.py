@@ -207,7 +207,7 @@ def test_a_wrapped_get_replay_topk_is_asked_without_an_action_too(monkeypatch: p
 
 def test_a_copy_and_a_pickle_of_a_router_have_a_replay_of_their_own(ours: Any) -> None:
     module = routers(build_replayed({}).model)[0].module
-    if any(isinstance(one, torch.distributed.ProcessGroup) for one in vars(module).values()):
+    if any(isinstance(value, torch.distributed.ProcessGroup) for value in vars(module).values()):
         pytest.skip("this Megatron-core's routers hold process groups, which can't be copied")
     gc.collect()
     gc.disable()
@@ -232,7 +232,7 @@ def test_a_router_that_can_not_be_equipped_is_built_and_blocks_are_refused(
 
     monkeypatch.setattr(router_init, "_equip", lambda router: router.lacking)
     model = megatron_model.model(megatron_model.config())
-    assert len([one for one in caplog.records if "has no attribute 'lacking'" in one.message]) == 1
+    assert len([record for record in caplog.records if "has no attribute 'lacking'" in record.message]) == 1
     with pytest.raises(ReplayError, match=r"routers that are replayed failed: AttributeError"):
         npu_replay.record(model).__enter__()
 

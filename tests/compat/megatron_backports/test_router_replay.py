@@ -55,11 +55,11 @@ def test_replay_gathers_the_targets_scores(dtype: torch.dtype) -> None:
     """N4: narrow ids are taken as they come from an engine."""
     target = ids([[3, 0], [2, 1]]).to(dtype)
     scores = SCORES.clone().requires_grad_()
-    values, found = replaying(target).get_replay_topk(scores, 2)
-    assert found.dtype == torch.int64
-    assert torch.equal(found, target.long())
+    values, indices = replaying(target).get_replay_topk(scores, 2)
+    assert indices.dtype == torch.int64
+    assert torch.equal(indices, target.long())
     values.sum().backward()
-    assert torch.equal(scores.grad, torch.zeros_like(SCORES).scatter(1, found, 1.0))
+    assert torch.equal(scores.grad, torch.zeros_like(SCORES).scatter(1, indices, 1.0))
 
 
 @pytest.mark.parametrize("wrong", [torch.rand(2, 2), SCORES > 0, torch.zeros(4, dtype=torch.int64), None])

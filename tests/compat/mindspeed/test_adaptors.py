@@ -24,7 +24,7 @@ OF_0_12 = ascend_images.image("verl-8.5.0-910b-ubuntu22.04-py3.11-v0.7.1")
 
 
 def capability(name: str = adaptors.UNDER_MINDSPEED) -> Capability:
-    return next(one for one in adaptors.capabilities(probe.products()) if one.name == name)
+    return next(entry for entry in adaptors.capabilities(probe.products()) if entry.name == name)
 
 
 def versions() -> dict[str, str]:
@@ -41,11 +41,11 @@ def test_what_an_image_has_goes_together_under_its_own_names(path: Path, image: 
     assert ("a wheel doesn't have" in under.why) == image.megatron_wheel
     expected = [("megatron_adaptor", image.megatron_adaptor), ("mindspeed.megatron_adaptor", image.mindspeed)]
     assert adaptors.before_megatron(probe.products()) == tuple(name for name, there in expected if there)
-    found = versions()
-    assert found["megatron-core"] == image.megatron_core
-    assert "transformer-engine" not in found, "that name is NVIDIA's"
-    assert found.get(TE_NPU, "") == ("2.13.0" if image.transformer_engine_npu else "")
-    assert found.get("mindspeed", "") == image.mindspeed_says
+    packages = versions()
+    assert packages["megatron-core"] == image.megatron_core
+    assert "transformer-engine" not in packages, "that name is NVIDIA's"
+    assert packages.get(TE_NPU, "") == ("2.13.0" if image.transformer_engine_npu else "")
+    assert packages.get("mindspeed", "") == image.mindspeed_says
     there = {
         ADAPTOR: image.megatron_adaptor,
         "MindSpeed-Bridge": image.mindspeed_bridge,
@@ -57,8 +57,8 @@ def test_what_an_image_has_goes_together_under_its_own_names(path: Path, image: 
         "verl": image.verl,
         "torch_npu": image.torch_npu,
     }
-    for name, said in there.items():
-        assert bool(found.get(name)) == bool(said), name
+    for name, version in there.items():
+        assert bool(packages.get(name)) == bool(version), name
 
 
 def _without(*packages: str) -> Any:
@@ -105,10 +105,10 @@ def test_what_does_not_go_together_is_broken_and_the_remedy_says_what_to_take(
     ascend_images.make(image, path)
     if change is not None:
         change(path)
-    found = capability()
-    assert found.state == "broken"
-    assert why in found.why
-    assert remedy in found.remedy
+    entry = capability()
+    assert entry.state == "broken"
+    assert why in entry.why
+    assert remedy in entry.remedy
 
 
 @pytest.mark.parametrize(

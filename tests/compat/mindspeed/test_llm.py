@@ -318,8 +318,8 @@ def test_dense_layers_are_those_that_mindspeed_llm_builds(
     config = SimpleNamespace(
         num_layers=8, first_k_dense_replace=first, moe_layer_freq=every, noop_layers=noop
     )
-    found = DecoderLayers(8, moe_layer_freq=llm.layer_kinds(config)).moe
-    assert [*found] == [number for number in built if number not in (noop or ())]
+    moe_layers = DecoderLayers(8, moe_layer_freq=llm.layer_kinds(config)).moe
+    assert [*moe_layers] == [number for number in built if number not in (noop or ())]
 
 
 @pytest.mark.parametrize(
@@ -384,4 +384,4 @@ def test_a_parallel_layout_is_read_off_a_model_with_dense_first_and_noop_layers(
     )
     with npu_replay.record(trainer.model) as recording:
         trainer.run("each")
-    assert [one.layers for one in recording.routes] == [()] * MICRO_BATCHES
+    assert [batch.layers for batch in recording.routes] == [()] * MICRO_BATCHES

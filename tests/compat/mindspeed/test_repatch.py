@@ -158,14 +158,14 @@ def test_whatever_comes_first_and_is_repatched_ours_holds_once_and_nobody_elses_
             events.insert(len(events) - tried % 2, "npu_replay goes")
             events += [f"{who}: repatches" for who in (ADAPTOR, MIND) if f"{who}: comes" in order]
             tried += 1
-            expected = walk(Job(managers, native), [one for one in events if "npu_replay" not in one])
+            expected = walk(Job(managers, native), [event for event in events if "npu_replay" not in event])
             check(events, walk(Job(managers, native), events), expected)
     assert tried > 700
 
 
 def listed() -> int:
     """How often the report lists our wrapper of Router's constructor."""
-    return [one.where for _, one in patching.applied()].count(PLACE)
+    return [patch.where for _, patch in patching.applied()].count(PLACE)
 
 
 def walk(job: Job, events: list[str]) -> list[tuple[str, list[str], bool]]:
@@ -186,6 +186,6 @@ def check(events: list[str], got: list[Any], expected: list[Any]) -> None:
             here = event == "npu_replay comes"
         else:
             theirs = next(others)[1]
-        assert [one for one in calls if one != "ours"] == theirs, (events, event, calls, theirs)
+        assert [call for call in calls if call != "ours"] == theirs, (events, event, calls, theirs)
         assert calls.count("ours") == int(here), (events, event, calls)
         assert is_listed is here, (events, event, "listed" if is_listed else "not listed")

@@ -35,7 +35,9 @@ def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(import_hook, "_waiting", {})
     monkeypatch.setattr(import_hook, "_failures", {})
     monkeypatch.setattr(patches, "_groups", [])
-    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not import_hook._finder])
+    monkeypatch.setattr(
+        sys, "meta_path", [finder for finder in sys.meta_path if finder is not import_hook._finder]
+    )
     monkeypatch.setattr(import_hook, "order", [], raising=False)
     package = tmp_path / NAME
     (package / "deep").mkdir(parents=True)
@@ -216,8 +218,8 @@ def test_a_package_that_somebody_made_by_hand_is_no_product(monkeypatch: pytest.
 def test_a_finder_that_asks_all_finders_is_no_endless_loop() -> None:
     class Asking:
         def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-            found = (one.find_spec(name, path, target) for one in sys.meta_path if one is not self)
-            return next((spec for spec in found if spec is not None), None)
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+            return next((spec for spec in specs if spec is not None), None)
 
     serve_it()
     sys.meta_path.append(Asking())  # type: ignore[arg-type]

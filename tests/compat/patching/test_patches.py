@@ -55,7 +55,7 @@ def test_a_wrapped_function_keeps_its_face_and_what_is_awaited_stays_so(patches:
     patching.turn(True)
     assert kept[0](2) == asyncio.run(kept[1](2)) == 4
     assert inspect.signature(owner.ask) == inspect.signature(ask)
-    assert [inspect.iscoroutinefunction(one) for one in (owner.ask, owner.wait)] == [False, True]
+    assert [inspect.iscoroutinefunction(function) for function in (owner.ask, owner.wait)] == [False, True]
     patches.undo()
     assert (owner.ask, owner.wait) == (ask, wait)
 

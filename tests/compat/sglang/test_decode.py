@@ -43,8 +43,8 @@ def request(
 
 
 def decoded(answer: Any, asked: Request, **options: Any) -> RoutedExperts:
-    given = {"prompt_token_ids": asked.prompt, "output_ids": asked.output, "version": asked.version}
-    return from_sglang(answer, MODEL, **{**given, **options})
+    arguments = {"prompt_token_ids": asked.prompt, "output_ids": asked.output, "version": asked.version}
+    return from_sglang(answer, MODEL, **{**arguments, **options})
 
 
 def refused(words: str) -> Any:
@@ -141,11 +141,11 @@ NO_PLANS: list[tuple[str | tuple[str, ...], dict[str, Any], str]] = [
     (ALWAYS, {"moe_runner_backend": "flashinfer_trtllm"}, "inside its kernel"),
     (ALWAYS, {"chunked_prefill_size": -1}, "sglang#26860"),
     (ALWAYS, {"enable_two_batch_overlap": True}, r"two half batches.*sglang#4068"),
-    *((ALWAYS, one, r"context-parallel ranks.*sglang#18233") for one in ({"tp_size": 4, "attn_cp_size": 2},
+    *((ALWAYS, plan, r"context-parallel ranks.*sglang#18233") for plan in ({"tp_size": 4, "attn_cp_size": 2},
         {"enable_prefill_context_parallel": True}, {"enable_prefill_cp": True, "attn_cp_size": 1})),
     ("0.5.23", {"attention_context_parallel_size": 2}, "its Python name: attn_cp_size"),
     ("0.5.9", EPLB, "ids of places"),
-    *(("0.5.9", one, "ids of places") for one in ({"ep_num_redundant_experts": 16},
+    *(("0.5.9", plan, "ids of places") for plan in ({"ep_num_redundant_experts": 16},
         {"init_expert_location": "places.json"}, {"ep_dispatch_algorithm": "static"})),
     (("0.5.10", "0.5.22"), {**EPLB, "device": "npu"},
         r"on an NPU.*can't be seen.*0\.5\.23"),
@@ -483,8 +483,8 @@ BAD_SPANS = [[(0, 5), (-5, 70)], [(-1, 70)], [(0, 40), (30, 70)], [(30, 70), (0,
 def test_T29_spans_of_weights_that_cant_be(edges: list[tuple[int, int]]) -> None:
     """A start before the output, taken at its word, would leave other rows without a route than it means."""
     asked = request("0.5.23", retractions=1)
-    said = {"weight_versions": spans(edges)}
-    for answer in (asked.meta_info() | said, {**asked.openai(), "metadata": said}):
+    metadata = {"weight_versions": spans(edges)}
+    for answer in (asked.meta_info() | metadata, {**asked.openai(), "metadata": metadata}):
         for missing in ("error", "native"):
             with refused(r"weight_versions isn't a list of spans, one after the other"):
                 decoded(answer, asked, missing=missing)

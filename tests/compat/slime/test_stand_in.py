@@ -56,14 +56,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_routers_ask_slimes_queues_unless_megatron_has_a_replay_of_its_own(path: Path) -> None:
-    found: dict[str, Any] = jobs.run("on_slime.job:stand_in", {}, path=[path])
+    report: dict[str, Any] = jobs.run("on_slime.job:stand_in", {}, path=[path])
     folder = Path(str(find_spec("megatron.core").origin)).parent  # type: ignore[union-attr]
     if (folder / "transformer" / "moe" / "router_replay.py").is_file():
-        assert found == {"replays": 0, "patches": []}
+        assert report == {"replays": 0, "patches": []}
         return
-    assert found["replays"] == sum(MOE)
-    assert found["r2"] == {"update": True, "own": False}
-    assert found["patches"] == ["get_routing_replay_compute_topk", "register_routing_replay"]
+    assert report["replays"] == sum(MOE)
+    assert report["r2"] == {"update": True, "own": False}
+    assert report["patches"] == ["get_routing_replay_compute_topk", "register_routing_replay"]
 
 
 def test_another_module_of_that_name_is_refused_by_the_name_that_it_lacks(path: Path) -> None:

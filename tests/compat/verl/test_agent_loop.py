@@ -29,9 +29,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_row_is_of_the_turn_that_sampled_from_it(case: str) -> None:
-    given, wanted = CASES[case]
+    answers, wanted = CASES[case]
     turns = Turns()
-    for prompt, sampled, weights in given:
+    for prompt, sampled, weights in answers:
         rows = None if weights is None else np.full((len(prompt) + len(sampled) - 1, 2, 2), weights, np.int32)
         turns.add(np.array(prompt), np.array(sampled), rows, aborted=False)
     tokens = np.array([*PROMPT, 4, 5, 6][: len(wanted)])

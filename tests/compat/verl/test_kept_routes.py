@@ -31,46 +31,46 @@ def routes(layer: int = 1) -> RoutedExperts:
 
 
 def filled() -> tuple[RoutesByKey, R2Store]:
-    held = RoutesByKey()
-    held.has((1, 3))
-    return held, R2Store(held)
+    by_key = RoutesByKey()
+    by_key.has((1, 3))
+    return by_key, R2Store(by_key)
 
 
 def test_routes_are_held_for_their_step_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, store = filled()
+    by_key, store = filled()
     keys = []
     for step in range(4):
         store.begin(step, 0)
         keys += store.keep(0, 1, [routes()])
-        assert held.lacking(keys[-2:]) == []
-        assert len(held) == min(step + 1, 2)
+        assert by_key.lacking(keys[-2:]) == []
+        assert len(by_key) == min(step + 1, 2)
         store.trained()
     monkeypatch.setattr(batch_routes, "_PASSES", 3)  # that nothing trains on are a step, too
-    (held, store) = filled()
+    (by_key, store) = filled()
     most = 0
     for number in range(20):
         store.begin(number, 0)
         store.keep(0, 1, [routes()])
-        most = max(most, len(held))
+        most = max(most, len(by_key))
     assert most == 6
 
 
 def test_a_samples_key_is_the_same_on_all_chunks_and_no_other_passes_or_replicas() -> None:
-    held, store = filled()
+    by_key, store = filled()
     store.begin(5, 0)
     first = [store.keep(0, 2, [routes(1)] * 2), store.keep(0, 2, [routes(1)] * 2)]
     assert [store.keep(1, 2, [routes(3)] * 2), store.keep(1, 2, [routes(3)] * 2)] == first
-    assert held.of(first[0][0]).layers == (1, 3)
+    assert by_key.of(first[0][0]).layers == (1, 3)
     for layer in (1, 3):
-        assert held.of(first[0][0]).only((layer,)) == routes(layer)
+        assert by_key.of(first[0][0]).only((layer,)) == routes(layer)
     assert [store.keep(2, 2, []), store.keep(2, 2, [])] == first, "a dense chunk's, too"
     store.begin(5, 1)
     other = store.keep(0, 2, [routes()] * 2)
     store.begin(6, 0)
     last = store.keep(0, 2, [routes()] * 2)
-    assert len({*first[0], *first[1], *other, *last}) == len(held) == 8
-    held.has((1,))
-    assert not len(held), "other layers drop all"
+    assert len({*first[0], *first[1], *other, *last}) == len(by_key) == 8
+    by_key.has((1,))
+    assert not len(by_key), "other layers drop all"
     _, anew = filled()  # a rank that was started anew has seen no pass, and works the same keys out
     anew.begin(6, 0)
     assert anew.keep(0, 2, [routes()] * 2) == last
@@ -155,10 +155,10 @@ def test_each_sample_is_written_with_one_row_a_token(tmp_path: Path) -> None:
     """A rollout engine has no row for the last token; a record has one."""
     store = recorded(tmp_path, batch([20, 29, 25]))
     for number, (tokens, rows) in enumerate(zip(SAMPLES, (20, 29, 25), strict=True)):
-        found = store.of(tokens)
-        assert torch.equal(found.ids[:rows], ids(rows, number))
-        assert found.recorded.tolist() == [row < rows for row in range(len(tokens))]
-        assert found.fingerprint == fingerprint(tokens)
+        sample = store.of(tokens)
+        assert torch.equal(sample.ids[:rows], ids(rows, number))
+        assert sample.recorded.tolist() == [row < rows for row in range(len(tokens))]
+        assert sample.fingerprint == fingerprint(tokens)
 
 
 def test_rows_that_may_be_another_samples_are_not_written(

@@ -39,20 +39,22 @@ def refused(*words: str) -> Any:
 
 def test_0_21_0rc1_of_vllm_ascend_splits_but_labels_columns() -> None:
     """It captures by decoder layer, where vLLM 0.21.0 counts MoE layers."""
-    one = sampled(DEEPSEEK)
-    output = request_output("0.22.0", DEEPSEEK, one)
+    sample = sampled(DEEPSEEK)
+    output = request_output("0.22.0", DEEPSEEK, sample)
     rows = output.outputs[0].routed_experts.astype(np.int16)
-    split = vllm_outputs.RequestOutput021("17", one.prompt, prompt_routed_experts=rows[: len(one.prompt)])
-    split.outputs = [replace(output.outputs[0], routed_experts=rows[len(one.prompt) :])]
-    assert from_vllm(split, DEEPSEEK, version="0.21.0") == [expected(DEEPSEEK, one)]
+    split = vllm_outputs.RequestOutput021(
+        "17", sample.prompt, prompt_routed_experts=rows[: len(sample.prompt)]
+    )
+    split.outputs = [replace(output.outputs[0], routed_experts=rows[len(sample.prompt) :])]
+    assert from_vllm(split, DEEPSEEK, version="0.21.0") == [expected(DEEPSEEK, sample)]
 
 
 @pytest.mark.parametrize("version", ["0.20.2", "0.21.0", "0.22.0", "0.31.0", "0.33.0"])
 def test_each_of_several_completions_has_its_own_routes(version: str) -> None:
     several = siblings(DEEPSEEK, 3)
     for make in (request_output, *([answer] if version >= "0.21" else [])):
-        found = from_vllm(make(version, DEEPSEEK, *several), DEEPSEEK, version=version)
-        assert found == [expected(DEEPSEEK, one) for one in several]
+        routes = from_vllm(make(version, DEEPSEEK, *several), DEEPSEEK, version=version)
+        assert routes == [expected(DEEPSEEK, sample) for sample in several]
 
 
 BEAMS = SimpleNamespace(sequences=[SimpleNamespace(tokens=[1, 2], logprobs=[], cum_logprob=-1.0)])
@@ -135,7 +137,7 @@ def test_choices_are_numbered_by_their_own_index(endpoint: Endpoint) -> None:
     several = siblings(QWEN, 3)
     sent = answer("0.33.0", QWEN, *several, endpoint=endpoint)
     sent["choices"] = [sent["choices"][place] for place in (2, 0, 1)]
-    assert from_vllm(sent, QWEN) == [expected(QWEN, one) for one in several]
+    assert from_vllm(sent, QWEN) == [expected(QWEN, sample) for sample in several]
     sent["choices"][0]["routed_experts"] = None
     with refused("completion 2, choices[2]"):
         from_vllm(sent, QWEN)
@@ -153,21 +155,21 @@ def test_ids_for_another_number_of_completions_are_refused(given: Any) -> None:
 
 def test_0_21_0_may_have_one_row_more_with_mtp() -> None:
     """It cuts the completion's part to as many rows as tokens, which is one more than there should be."""
-    one = sampled(QWEN)
-    longer = replace(one, output=[*one.output, 5], rows=np.concatenate([one.rows, one.rows[:1]]))
+    sample = sampled(QWEN)
+    longer = replace(sample, output=[*sample.output, 5], rows=np.concatenate([sample.rows, sample.rows[:1]]))
     made = answer("0.21.0", QWEN, longer)
-    made["choices"][0]["token_ids"] = one.output
-    assert from_vllm(made, QWEN, version="0.21.0") == [expected(QWEN, one)]
-    cut = replace(one, output=one.output[:25], rows=one.rows[: len(one.prompt) + 25])
-    (found,) = from_vllm(made, QWEN, version="0.21.0", output_token_ids=cut.output)
-    assert found == expected(QWEN, cut, rows=len(cut.tokens))
+    made["choices"][0]["token_ids"] = sample.output
+    assert from_vllm(made, QWEN, version="0.21.0") == [expected(QWEN, sample)]
+    cut = replace(sample, output=sample.output[:25], rows=sample.rows[: len(sample.prompt) + 25])
+    (routes,) = from_vllm(made, QWEN, version="0.21.0", output_token_ids=cut.output)
+    assert routes == expected(QWEN, cut, rows=len(cut.tokens))
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "0.20.2", "0.21.0"])
 def test_a_stop_string_loses_the_routes_before_0_22_0(version: str) -> None:
     """The scheduler looks them up for requests that it ends itself; stop strings are found outside of it."""
-    one = sampled(QWEN, finish_reason="stop", stop_reason="</s>")
-    output = request_output(version, QWEN, one)
+    sample = sampled(QWEN, finish_reason="stop", stop_reason="</s>")
+    output = request_output(version, QWEN, sample)
     output.outputs[0].routed_experts = None
     if isinstance(output, vllm_outputs.RequestOutput021):
         output.prompt_routed_experts = None
@@ -175,7 +177,7 @@ def test_a_stop_string_loses_the_routes_before_0_22_0(version: str) -> None:
         from_vllm(output, QWEN, version=version)
     (routes,) = from_vllm(output, QWEN, version=version, missing="native")
     assert not routes.recorded.any()
-    assert routes.fingerprint == fingerprint(one.tokens)
+    assert routes.fingerprint == fingerprint(sample.tokens)
     with refused("no routes"):  # a later release doesn't lose them, so something else is wrong
         from_vllm(output, QWEN, version="0.22.0", missing="native")
 
@@ -183,12 +185,12 @@ def test_a_stop_string_loses_the_routes_before_0_22_0(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.14.0", "0.20.2", "0.21.0", "0.22.0"])
 def test_t28_an_aborted_turn_has_the_rows_that_are_there(version: str) -> None:
     """0.14 to 0.21 have none of an aborted request; later ones those of all tokens that it has, or none."""
-    one = sampled(DEEPSEEK, finish_reason="abort")
-    made: Any = request_output(version, DEEPSEEK, one)
+    sample = sampled(DEEPSEEK, finish_reason="abort")
+    made: Any = request_output(version, DEEPSEEK, sample)
     if version == "0.22.0":
-        assert from_vllm(made, DEEPSEEK, version=version) == [expected(DEEPSEEK, one)]
+        assert from_vllm(made, DEEPSEEK, version=version) == [expected(DEEPSEEK, sample)]
     made.outputs[0].routed_experts = made.prompt_routed_experts = None
-    assert from_vllm(made, DEEPSEEK, version=version) == [expected(DEEPSEEK, one, rows=0)]
+    assert from_vllm(made, DEEPSEEK, version=version) == [expected(DEEPSEEK, sample, rows=0)]
 
 
 def test_an_unfinished_output_is_told_so() -> None:
@@ -229,9 +231,9 @@ def test_none_from_a_completion_that_ended_is_an_error(version: str, over_http: 
 # ---- sections 1 and 2 of the facts: what goes wrong, and in which words
 
 
-def broken(version: str, model: RoutedModel, change: Any, **said: Any) -> Any:
+def broken(version: str, model: RoutedModel, change: Any, **options: Any) -> Any:
     """An output of that release whose array `change` has changed in place."""
-    output = request_output(version, model, sampled(model, **said))
+    output = request_output(version, model, sampled(model, **options))
     change(output.outputs[0].routed_experts)
     return output
 
@@ -301,8 +303,8 @@ BROKEN: list[tuple[RoutedModel, Any, dict[str, Any], list[tuple[str, ...]]]] = [
     ("model", "change", "tokens", "version", "vllm_ascend", "words"),
     [
         (model, change, tokens, version, vllm_ascend, words)
-        for model, change, tokens, said in BROKEN
-        for version, vllm_ascend, *words in said
+        for model, change, tokens, releases in BROKEN
+        for version, vllm_ascend, *words in releases
     ],
 )
 def test_t32_wrong_rows_name_the_release_that_makes_them(

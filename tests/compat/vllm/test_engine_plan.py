@@ -45,10 +45,10 @@ def refused(*words: str) -> Any:
     ],
 )
 def test_each_release_gets_what_turns_routes_on(version: str, added: dict[str, Any]) -> None:
-    found = engine_arguments(version, planned={"tensor_parallel_size": 4, "seed": 7})
-    assert found.arguments == {"tensor_parallel_size": 4, "seed": 7, SWITCH: True, **added}
-    assert f"--{SWITCH.replace('_', '-')}" in found.command_line()
-    assert found.environment == ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if version in AUX_OUTPUT else {})
+    plan = engine_arguments(version, planned={"tensor_parallel_size": 4, "seed": 7})
+    assert plan.arguments == {"tensor_parallel_size": 4, "seed": 7, SWITCH: True, **added}
+    assert f"--{SWITCH.replace('_', '-')}" in plan.command_line()
+    assert plan.environment == ({"VLLM_USE_V2_MODEL_RUNNER": "1"} if version in AUX_OUTPUT else {})
 
 
 def test_what_is_planned_stays_and_is_passed_on_as_what_it_means() -> None:
@@ -58,8 +58,8 @@ def test_what_is_planned_stays_and_is_passed_on_as_what_it_means() -> None:
         "tensor_parallel_size": "4",
         "seed": "7",
     }
-    found = engine_arguments("0.21.0", planned=planned).arguments
-    assert found == planned | {"enable_prefix_caching": False, "tensor_parallel_size": 4, SWITCH: True}
+    arguments = engine_arguments("0.21.0", planned=planned).arguments
+    assert arguments == planned | {"enable_prefix_caching": False, "tensor_parallel_size": 4, SWITCH: True}
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ ALLOWED = {
     ],
 )
 def test_an_argument_that_the_release_can_is_passed_on(version: str, planned: dict[str, Any]) -> None:
-    found = engine_arguments(version, planned=planned).arguments
-    assert {name: found[name] for name in planned if planned[name] is not None} == {
+    arguments = engine_arguments(version, planned=planned).arguments
+    assert {name: arguments[name] for name in planned if planned[name] is not None} == {
         name: value for name, value in planned.items() if value is not None
     }
 
@@ -306,8 +306,8 @@ def test_windows_share_the_blocks_of_full_attention_where_a_plan_says_so() -> No
 def test_on_ascend_the_second_model_runner_is_in_the_environment(
     version: str, vllm_ascend: str, model: dict[str, Any], needed: bool
 ) -> None:
-    found = engine_arguments(version, vllm_ascend=vllm_ascend, model=model)
-    assert (found.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1") == needed
+    plan = engine_arguments(version, vllm_ascend=vllm_ascend, model=model)
+    assert (plan.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1") == needed
 
 
 # ---- doctor
@@ -326,9 +326,9 @@ def test_on_ascend_the_second_model_runner_is_in_the_environment(
     ids=lambda value: value.version if isinstance(value, Product) else None,
 )
 def test_doctor_is_told(product: Product, state: str, words: str) -> None:
-    found = capability(product)
-    assert found.state == state
-    assert words in found.why
+    entry = capability(product)
+    assert entry.state == state
+    assert words in entry.why
 
 
 @pytest.mark.parametrize("soc", ["A3", "a3", "910C", "910c"])

@@ -33,7 +33,7 @@ def chosen(comm: Comm, batch: tuple[int, ...], tp: int, sharded: bool, newest: b
     """The tokens that each rank (dp, tp) chooses experts of, and how many came in."""
     own = [label(rank, tokens) for rank, tokens in enumerate(batch)]
     longest = max(-(-tokens // tp) * tp for tokens in batch)
-    found = {}
+    by_rank = {}
     for (dp, tokens), rank in itertools.product(enumerate(own), range(tp)):
         entered = tokens
         if sharded:
@@ -41,17 +41,17 @@ def chosen(comm: Comm, batch: tuple[int, ...], tp: int, sharded: bool, newest: b
             entered = (parts(tokens, tp) if newest else list(filled(tokens, longest).chunk(tp)))[rank]
         rows = entered
         if comm == "allgather" and sharded:
-            rows = torch.cat([torch.cat(parts(one, tp)) if newest else one for one in own])
+            rows = torch.cat([torch.cat(parts(share, tp)) if newest else share for share in own])
         elif comm == "allgather":
-            rows = torch.cat([filled(one, max(batch)) for one in own])
+            rows = torch.cat([filled(share, max(batch)) for share in own])
         elif sharded and "mc2" in comm:
             rows = filled(entered, longest // tp)
         elif comm == "alltoall" and not sharded:
             rows = filled(tokens, max(tp, len(tokens))).tensor_split(tp)[rank]
         elif not sharded:
             rows = filled(tokens, longest).tensor_split(tp)[rank]
-        found[dp, rank] = entered, rows
-    return found
+        by_rank[dp, rank] = entered, rows
+    return by_rank
 
 
 @pytest.mark.choice

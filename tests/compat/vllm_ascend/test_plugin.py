@@ -72,12 +72,12 @@ class Worker:
             env.setitem(sys.modules, module, ModuleType(module))
             setattr(sys.modules[module], kind.__name__, kind)
 
-    def refuses(self, what: Any, *given: object, says: str) -> Any:
+    def refuses(self, what: Any, *arguments: object, says: str) -> Any:
         """What it returns without strict; with it, an error."""
         with pytest.raises(ReplayError, match=says):
-            what(*given)
+            what(*arguments)
         self.env.setenv("NPU_REPLAY_STRICT", "0")
-        return what(*given)
+        return what(*arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -186,8 +186,8 @@ def test_an_engine_with_a_worker_that_does_not_capture_ends(
     """As on a node where npu_replay isn't installed: its rows would be zeros. Asked where routes are."""
     plugin.register()
     made = [worker.executor([True, True]), worker.executor([False], asks=False)]
-    assert [one.initialize_from_config([]) for one in made] == ["0 caches"] * 2
-    assert [one.asked for one in made] == [1, 0]
+    assert [executor.initialize_from_config([]) for executor in made] == ["0 caches"] * 2
+    assert [executor.asked for executor in made] == [1, 0]
     start = worker.executor(answers).initialize_from_config
     assert worker.refuses(start, [1], says=f"not every worker of this engine captures.*{says}") == "1 caches"
     assert says in worker.log.text
@@ -345,9 +345,9 @@ def test_doctor_says_what_keeps_it_from_capturing(
 ) -> None:
     for name, value in variables.items():
         worker.env.setenv(name, value)
-    found = plugin.capability(Product("vllm-ascend", True, ascend), Product("vllm", True, "0.23.0"))
-    assert found.state == state
-    assert why in found.why
+    entry = plugin.capability(Product("vllm-ascend", True, ascend), Product("vllm", True, "0.23.0"))
+    assert entry.state == state
+    assert why in entry.why
     assert (plugin.left_out() is not None) == (state == "broken")
     worker.env.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert ("isn't installed as a distribution" in plugin.filtered()) == (state != "broken")

@@ -141,8 +141,8 @@ ROWS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
 
 
 def check(version: str, words: str, plan: dict[str, Any]) -> None:
-    given = dict(plan)
-    problem = refusal(version, given, capture=given.pop("capture", False))
+    arguments = dict(plan)
+    problem = refusal(version, arguments, capture=arguments.pop("capture", False))
     assert (problem is not None) == bool(words), problem
     assert re.search(words.replace("{version}", version), str(problem)), problem
 
@@ -212,10 +212,10 @@ def test_its_faults_are_named_with_its_release(version: str, symptom: Symptom, w
     ids=lambda value: value.version if isinstance(value, Product) else None,
 )
 def test_doctor_is_told(product: Product, state: str, words: str) -> None:
-    found = capability(product)
-    assert found.state == state
-    assert words in found.why
-    assert found.remedy.startswith("take ") == (found.state == "broken" and bool(product.version))
+    entry = capability(product)
+    assert entry.state == state
+    assert words in entry.why
+    assert entry.remedy.startswith("take ") == (entry.state == "broken" and bool(product.version))
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,8 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     assert routing_map is not None
     assert permuted_tokens is not None
     experts, by_expert = routing_map.bool().t().nonzero(as_tuple=True)
-    found = (each * permuted_tokens).sum(-1).to(probs.dtype)
-    spread = torch.zeros_like(probs.t()).index_put((experts, by_expert), found)
+    prob_grads = (each * permuted_tokens).sum(-1).to(probs.dtype)
+    spread = torch.zeros_like(probs.t()).index_put((experts, by_expert), prob_grads)
     return each * probs.t()[experts, by_expert].unsqueeze(-1), spread.t()
 
 

@@ -119,14 +119,14 @@ def _block_forward(
 ) -> Any:
     """All layers, first to last; beside each, if given, one of the micro-batch before, last to first."""
     grad = bwd_block_output_grad
-    given = {"attention_mask": attention_mask, "rotary_pos_emb": rotary_pos_emb}
-    given["checkpoint"] = self.config.recompute_granularity == "full"
+    arguments = {"attention_mask": attention_mask, "rotary_pos_emb": rotary_pos_emb}
+    arguments["checkpoint"] = self.config.recompute_granularity == "full"
     self.graphs = []
     for layer in self.layers:
         before = {}
         if bwd_block_graphs is not None:
             before = {"bwd_layer_output_grad": grad, "bwd_layer_graph": bwd_block_graphs.pop()}
-        hidden_states, _, graph, *grads = layer(hidden_states, **given, **before)
+        hidden_states, _, graph, *grads = layer(hidden_states, **arguments, **before)
         grad = grads[0] if grads else None
         self.graphs.append(graph)
     self.cut = hidden_states.detach().requires_grad_()

@@ -41,8 +41,8 @@ def _of_config(_: Any) -> dict[str, Any]:
                 is_list = isinstance(value, (list, dict, set))
                 setattr(cls, name, field(default_factory=lambda value=value: value) if is_list else value)
 
-    found = wrappers.of_config(get_full_args, MindSpeedFeaturesManager)
-    return found | (
+    patches = wrappers.of_config(get_full_args, MindSpeedFeaturesManager)
+    return patches | (
         {f"{_CONFIG}.__init_subclass__": classmethod(init_subclass)} if BRANCH.init_subclass else {}
     )
 

@@ -69,11 +69,13 @@ def of_config(full_args: Callable[[], Any], features: type[FeaturesManager]) -> 
 
         @wraps(fn)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = {**vars(full_args()), **kwargs}
+            arguments = {**vars(full_args()), **kwargs}
             parameters = inspect.signature(self.__class__).parameters
-            known = {name: value for name, value in given.items() if name in parameters}
+            known = {name: value for name, value in arguments.items() if name in parameters}
             new = {
-                name: value for name, value in given.items() if name not in known and not hasattr(self, name)
+                name: value
+                for name, value in arguments.items()
+                if name not in known and not hasattr(self, name)
             }
             fields = [(name, type(value), field(init=False)) for name, value in new.items()]
             self.__class__ = make_dataclass(self.__class__.__name__, fields=fields, bases=(self.__class__,))
