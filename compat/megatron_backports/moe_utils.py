@@ -1,6 +1,6 @@
 """Adds functions of later Megatron-core releases that frameworks import, each where the release lacks it.
 
-    topk_routing_with_score_function      new in 0.14; without router_replay before 0.16
+    topk_routing_with_score_function      new in 0.14; without router_replay before 0.16 (dense_output: 0.17)
     is_vp_first_stage, is_vp_last_stage   new in 0.14, and their module in 0.13
 
 Asks:     each name by itself, and the arguments that the release's function takes.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from npu_replay.compat.megatron.routers import is_replaying
 from npu_replay.compat.megatron_backports.router_replay import Asked, asking, is_idle
 from npu_replay.compat.patching import import_hook
 from npu_replay.compat.patching.patches import Change, Patches
+from npu_replay.errors import NoEffect
 from npu_replay.seam.plan import Plan
 
 MODULE = "megatron.core.transformer.moe.moe_utils"
@@ -107,13 +108,15 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
         expert_bias: torch.Tensor | None = None,
         fused: bool = False,
         router_replay: Any = None,
+        dense_output: bool = False,
     ) -> Pair:
         """Choose each row's `topk` experts of logits [rows, experts], or take them from `router_replay`.
 
-        The arguments are those of Megatron 0.16. A replay doesn't use the fused kernel.
+        The arguments are those of Megatron 0.17. A replay doesn't use the fused kernel.
 
         Returns:
-            The probabilities in the logits' dtype, and the map, bool; both [rows, experts].
+            The probabilities in the logits' dtype, and the map, bool; both [rows, experts]. With
+            `dense_output` the probabilities and the ids, int64, in the order of the top-k; both [rows, topk].
         """
         how = {
             "use_pre_softmax": use_pre_softmax,
@@ -125,13 +128,28 @@ def _with_replay(native: Callable[..., Pair]) -> Callable[..., Pair]:
             "fused": fused,
         }
         if is_idle(router_replay):
-            return native(logits, topk, **how)
+            if not dense_output:
+                return native(logits, topk, **how)
+            router_replay = SimpleNamespace(get_replay_topk=_own_topk)  # only to learn the ids of the top-k
         plan = Plan(num_experts=logits.shape[-1], topk=topk, is_given=is_replaying(router_replay))
         call = Asked(router_replay, plan, logits.shape[0], (num_groups, group_topk))
         with asking(call, fused=fused):
-            return native(logits, topk, **how)
+            probs, routing_map = native(logits, topk, **how)
+        if not dense_output:
+            return probs, routing_map
+        if call.ids is None:
+            raise NoEffect(
+                "this release's routing calls no top-k, so there is no order for a dense output",
+                where=_TOPK,
+                cause="another function in the place of Megatron's, such as MindSpeed's fix_router",
+            )
+        return probs.gather(1, call.ids), call.ids
 
     return topk_routing_with_score_function
+
+
+def _own_topk(scores: Any, topk: int, num_groups: Any, group_topk: Any, own: Any) -> Any:
+    return own(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
 
 # Virtual pipeline stages

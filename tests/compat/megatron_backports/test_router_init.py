@@ -314,6 +314,13 @@ def lacking() -> Any:
     return module
 
 
+def test_a_dense_output_holds_the_chosen_experts_alone_in_the_order_of_the_top_k(lacking: Any) -> None:
+    probs, ids = lacking.topk_routing_with_score_function(LOGITS, 2, dense_output=True, use_pre_softmax=True)
+    wanted = LOGITS.softmax(1).topk(2, dim=1)
+    assert torch.equal(ids, wanted.indices)
+    assert torch.equal(probs, wanted.values)
+
+
 def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(
     lacking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +328,8 @@ def test_a_function_that_calls_no_top_k_can_not_be_replayed_in_silence(
     monkeypatch.setattr(lacking, "topk_softmax_with_capacity", lambda logits, *_, **__: (logits, chosen, 0))
     with upstream_api() as api, pytest.raises(NoEffect, match="calls no top-k"):
         lacking.topk_routing_with_score_function(LOGITS, 2, router_replay=api.new("REPLAY_FORWARD", IDS))
+    with pytest.raises(NoEffect, match="no order for a dense output"):
+        lacking.topk_routing_with_score_function(LOGITS, 2, dense_output=True)
     with pytest.raises(ValueError, match=r"came with 0\.14"):
         lacking.topk_routing_with_score_function(LOGITS, 2, fused=True)
 
