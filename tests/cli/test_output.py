@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -38,7 +39,7 @@ WAITS = """
 import sys, threading
 from npu_replay.doctor import diagnose
 
-def waits():
+def waits(*, imports):
     sys.stderr.write("waiting\\n")
     threading.Event().wait()
 
@@ -103,7 +104,7 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     )
     with job:
         assert job.stderr
-        stderr = "".join(iter(job.stderr.readline, "waiting\n"))
+        stderr = "".join(itertools.takewhile(lambda line: line != "waiting\n", job.stderr))
         job.send_signal(signal.SIGINT)
         stderr += job.communicate()[1]
     assert job.returncode == 130
