@@ -101,7 +101,8 @@ def run(release: matrix.Release, cases: str) -> Outcome:
     started = time.monotonic()
     log = LOGS / f"{release.name}.log"
     result = LOGS / f"{release.name}.json"
-    result.unlink(missing_ok=True)
+    for earlier in LOGS.glob(f"{release.name}.*json"):
+        earlier.unlink()
     snapshots: dict[str, Any] = {}
     folder = ROOT / ".work" / release.product / release.version
 
@@ -113,10 +114,8 @@ def run(release: matrix.Release, cases: str) -> Outcome:
         # Here, and not in test_report.py, whose process would start a server of its own to fork from.
         ended = process("megatron_snapshot:with_npu_replay", {"came": came}, {})
         snapshots[came] = ended.answer or {}
-        file = result.with_suffix(f".{came}.json")
-        file.unlink(missing_ok=True)
         if ended.answer:
-            file.write_text(json.dumps(ended.answer), encoding="utf-8")
+            result.with_suffix(f".{came}.json").write_text(json.dumps(ended.answer), encoding="utf-8")
     select = ["tests/matrix", "--ignore", TRANSFORMERS_TESTS]
     arguments = ["-q", "-rsfE", "-p", "no:cacheprovider"]
     arguments += select if release.product == "megatron" else [TRANSFORMERS_TESTS]

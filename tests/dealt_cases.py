@@ -6,14 +6,20 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-HAND = os.environ.get("NPU_REPLAY_MATRIX_CASES", "0")
-"""The number of a hand, or `all` for every case; ci/matrix.sh says it."""
 SHARES = 8
 """So many hands that follow each other hold each value of the first axis once, where it has so many."""
 
 
+def asked() -> str:
+    """Return the number of this process's hand, or `all` for every case; ci/matrix.sh says it.
+
+    It is read when it is asked for: a child of ci/matrix_run.py imports this file before it has a hand.
+    """
+    return os.environ.get("NPU_REPLAY_MATRIX_CASES", "0")
+
+
 def dealt(
-    first: Sequence[Any], second: Sequence[Any], third: Sequence[Any], hand: str = HAND
+    first: Sequence[Any], second: Sequence[Any], third: Sequence[Any], hand: str = ""
 ) -> list[tuple[Any, Any, Any]]:
     """A case for every eighth value of the first and longest axis, the values of the others in turn.
 
@@ -22,8 +28,9 @@ def dealt(
     gives each hand one of them.
 
     Args:
-        hand: any number from 0 on, or `all`: each with each with each.
+        hand: any number from 0 on, or `all`: each with each with each; empty for this process's.
     """
+    hand = hand or asked()
     if hand == "all":
         return [(a, b, c) for a in first for b in second for c in third]
     number = int(hand)
@@ -37,9 +44,10 @@ def dealt(
     ]
 
 
-def import_orders(hand: str = HAND) -> list[str]:
+def import_orders(hand: str = "") -> list[str]:
     """Return whether npu_replay comes before or after Megatron where its changes are reported.
 
     Each release has it "last", and a third of the hands "first" too, as it comes in all other tests.
     """
+    hand = hand or asked()
     return ["first", "last"] if hand == "all" or int(hand) % 3 == 0 else ["last"]

@@ -10,6 +10,7 @@ import pytest
 
 from capabilities import CAPABILITIES
 from ci_module import ci_module
+from dealt_cases import dealt, import_orders
 
 runs = ci_module("matrix_run")
 matrix = runs.matrix
@@ -94,6 +95,14 @@ def test_a_release_whose_test_fails_makes_the_run_fail(
     assert capsys.readouterr().out == "".join(f"megatron-{name}: tests/x.py::y (flag)\n" for name in failed)
     assert len(hands) == count
     assert len({*hands}) == (1 if "--all" in arguments else count), "each has cases of its own"
+
+
+def test_a_process_has_the_cases_of_its_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that had imported the choice before it was told: a child of ci/matrix_run.py has."""
+    axes = range(8), range(3), range(2)
+    monkeypatch.setenv("NPU_REPLAY_MATRIX_CASES", "1")
+    assert (dealt(*axes), import_orders()) == (dealt(*axes, hand="1"), ["last"])
+    assert dealt(*axes) != dealt(*axes, hand="0")
 
 
 @pytest.mark.usefixtures("hands")
