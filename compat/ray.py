@@ -40,7 +40,7 @@ class RayCarrier:
             step: the job's step, which the reference carries.
 
         Raises:
-            ReplayError: no routes, or layers that the cut has no piece for.
+            ReplayError: Ray isn't started in this process.
         """
         return self.put_all([routes], step=step)[0]
 

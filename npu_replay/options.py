@@ -74,6 +74,8 @@ def check_out(out: Path | None, *, force: bool) -> None:
     """Check before the work starts that `out` can be written after it; raise WrongOption if not."""
     if out is None:
         return
+    if out.is_dir():
+        raise WrongOption("it can't be written: a folder is there", where=str(out))
     try:
         check_place(out, overwrite=force)
     except ReplayError as error:

@@ -127,8 +127,11 @@ def _bits_of_pairs() -> list[Array]:
 
 def from_npy(data: bytes, *, source: Source) -> Array:
     """Read an .npy of integers, [tokens, layers, topk]."""
+    file = io.BytesIO(data)
     try:
-        rows = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        rows = np.lib.format.read_array(file, allow_pickle=False)
+        if rest := file.read():
+            raise ValueError(f"{len(rest)} bytes behind the array")
     except Exception as error:  # numpy parses the header as Python, which may raise anything
         raise source.unreadable("this isn't an .npy array", _IDS, str(error)[:200]) from error
     if is_ids(rows):

@@ -114,7 +114,8 @@ def read_batch(
             call[name] = tensor[None]
     ids = call["input_ids"]
     bounds = call.get("cu_seqlens")
-    if not (ids.dim() == 2 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)):
+    numbers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.dim() != 2 or ids.is_nested or not numbers:
         raise MicroBatchError(
             "these aren't the token ids of a batch",
             expected="whole numbers, [batch, sequence] or [tokens]",

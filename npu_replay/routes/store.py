@@ -214,6 +214,8 @@ class RouteWriter(AbstractContextManager["RouteWriter"]):
                 )
             routes = routes.of_sample(sample_key)
             key = key_of(routes.fingerprint or 0)
+        if not isinstance(key, str):  # a JSON object's keys are texts, so its digest would be another
+            raise self._error("bad key", "text", key)
         if key in self._keys:
             raise self._error(
                 "the key is taken",

@@ -100,6 +100,7 @@ def test_options_are_passed_on_and_have_defaults(invoke: Invoke, monkeypatch: py
     [
         ("compare x y", 1, "layer 3: [it] went wrong. Expected 1, got 2. Usual cause: a test"),
         ("doctor --out nothing/out.json", 2, "can't be written"),
+        ("smoke --out . --force", 2, "a folder is there"),
         ("smoke --tp 2", 2, "multiple of 2 processes"),
         ("inspect", 2, "arguments are required: FILE"),
         ("inspect nothing", 1, "nothing: there is no such file"),

@@ -71,6 +71,9 @@ def packed_call(end: int = 0, bounds: bool = False, **changes: Any) -> dict[str,
 HOLED = padded_call()["attention_mask"].index_put((torch.tensor(4), torch.tensor(7)), torch.tensor(0))
 
 
+NESTED = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -102,6 +105,7 @@ HOLED = padded_call()["attention_mask"].index_put((torch.tensor(4), torch.tensor
             r"tell different sequences.* \[\(0, 35\)\], got \[\(0, 3\), \(3, 8\)",
         ),
         (packed_call(input_ids=torch.rand(1, 35)), "aren't the token ids of a batch.* whole numbers"),
+        ({"input_ids": NESTED}, r"aren't the token ids of a batch.* got NestedTensor of torch.int64, \[2"),
         (
             packed_call(parallel=ParallelLayout(cp=2)),
             r"a part of each sequence.*TokenLayout\.padded and \.packed",

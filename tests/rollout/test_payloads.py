@@ -73,6 +73,7 @@ GOOD = claims("(1, 1, 1)")
         *(b"", b"\x93NUMPY\x01\x00\xff", b"PK\x03\x04" + bytes(60), b"\x80\x04K\x01."),
         *(npy(np.zeros((2, 1, 1), dtype)) for dtype in ("f4", "?", "U3", "M8[s]", "i4,i4", "O")),
         raw(GOOD, b"\x01", 9),
+        npy(np.zeros((2, 1, 1), "u1")) * 2,  # as two calls of np.save leave them in one file
         *(
             raw(header, b"\x01")
             for header in (

@@ -72,6 +72,7 @@ def test_what_cant_be_added_stops_none_of_the_others(tmp_path: Path) -> None:
         for routes, key, words in (
             (sample(1), None, r"key is taken.*same tokens: pass a key of your own"),
             (sample(2).take([0, 1]), None, "neither a key nor a fingerprint"),
+            (sample(2), 7, "bad key. Expected text, got 7"),  # in a file it would be "7"
         ):
             with pytest.raises(RouteFileError, match=words):
                 writer.add(routes, key)
