@@ -255,10 +255,11 @@ def _real(source: Any, owner: Any) -> dict[str, Any]:
         "routing": source.topk_router_routing,
         "gating": source.topk_router_gating_func,
     }
-    if hasattr(source, "topk_router_forward_patch"):  # not in 2.3.0
+    # 2.3.0 has neither hash layers nor the global loss.
+    if hasattr(source, "topk_router_forward_patch"):
         methods["forward"] = source.topk_router_forward_patch
         methods["build_hash_module"] = source.topk_router_build_hash_module
-    if getattr(_current, "use_global_aux_loss", False):
+    if getattr(_current, "use_global_aux_loss", False) and hasattr(source, "global_aux_loss_load_balancing"):
         methods["forward"] = source.global_aux_loss_topk_router_forward
         methods["aux_loss_load_balancing"] = source.global_aux_loss_load_balancing
     return methods

@@ -210,6 +210,6 @@ def _refused(actor: Actor, stage: str) -> str:
     """Where more forwards run than were filled, or the stage is none."""
     try:
         actor.log_probs(stage)
-    except npu_replay.ReplayError as error:
+    except (npu_replay.ReplayError, ValueError) as error:
         return str(error)
     return "it went on"

@@ -40,4 +40,4 @@ def test_what_fill_routing_replay_has_laid_out_or_was_recorded_is_replayed_recom
 
 def test_more_forwards_than_routes_and_a_wrong_stage_are_errors(results: dict[str, Any]) -> None:
     assert "after 0 were recorded" in results["replay_forward"]
-    assert "Expected fallthrough, record, replay_forward, replay_backward, got replay" in results["replay"]
+    assert "'replay' is not a valid RouterReplayAction" in results["replay"]
